@@ -1,0 +1,302 @@
+"""The whole compile as one list of named steps, each from one `Compilation` to the next."""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import jax
+
+from autopar import costs, rules as rule_table
+from autopar.errors import InfeasibleError, UsageError
+from autopar.intraop.choose import Chosen, Progress, SolveOptions, choose
+from autopar.intraop.enumerate import Shape, shape_of
+from autopar.intraop.price import argument_bytes, collectives, leaves, whole_ops
+from autopar.intraop.reshard import border_shardings
+from autopar.ir.check import check_graph, check_plan
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import Plan, Predicted, Timings
+from autopar.ir.rule import ShardingRule
+from autopar.ir.serialize import fingerprint
+from autopar.ir.sharding import TensorSharding
+from autopar.trace.trace import Traced
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may ask of a plan. Every field has a default that is right for most.
+
+    `memory_bytes` per device overrides `memory_fraction` of the device's memory. `pins` maps a pattern of parameter paths to a
+    PartitionSpec (or a tuple of axis names per dimension). `axis_names` names the axes of the logical mesh that is searched.
+    `static_argnums` and `static_argnames` are those of `jax.jit`. `donate` lets a step reuse the memory of state that it returned
+    before. `reduce_dtype` says in what partial sums of narrow floats are reduced: `float32`, or `as_written`. `solver` is `highs` or
+    `pulp`, `time_limit_s` per logical mesh, `gap` the relative gap at which an answer counts as optimal. `emitter` is `shard_map`
+    (explicit collectives) or `jit` (sharding constraints, the compiler finds the collectives).
+    """
+
+    memory_bytes: int | None = None
+    memory_fraction: float = 0.9
+    microbatches: int | str = 1
+    stages: int | str = "off"
+    schedule: str = "auto"
+    remat: str = "none"
+    zero: int | str = "auto"
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    axis_names: tuple[str, ...] = ("x", "y", "z")
+    batch_argnums: tuple[int, ...] = ()
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate: bool = True
+    reduce_dtype: str = "float32"
+    accumulate_dtype: str = "float32"
+    pad_state: bool = False
+    microbatch_statistics: bool = False
+    solver: str = "highs"
+    time_limit_s: float | None = None
+    gap: float = 1e-4
+    emitter: str = "shard_map"
+
+    def __post_init__(self) -> None:
+        _one_of("reduce_dtype", self.reduce_dtype, ("float32", "as_written"))
+        _one_of("solver", self.solver, ("highs", "pulp"))
+        _one_of("emitter", self.emitter, ("shard_map", "jit"))
+        if not 0 < self.memory_fraction <= 1:
+            raise UsageError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction}.")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise UsageError(f"memory_bytes must be positive, not {self.memory_bytes}.")
+        self._not_yet()
+
+    def _not_yet(self) -> None:
+        """Options of the interface whose passes do not exist yet are refused, never ignored."""
+        refused = {
+            "microbatches": (self.microbatches, (1, "auto")),
+            "stages": (self.stages, ("off", "auto", 1)),
+            "schedule": (self.schedule, ("auto",)),
+            "remat": (self.remat, ("none", "auto")),
+            "zero": (self.zero, ("auto",)),
+            "pad_state": (self.pad_state, (False,)),
+            "microbatch_statistics": (self.microbatch_statistics, (False,)),
+        }
+        for name, (value, allowed) in refused.items():
+            if value not in allowed:
+                raise UsageError(f"{name}={value!r} is not supported yet; use {' or '.join(map(repr, allowed))}.")
+
+
+def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name} must be {' or '.join(map(repr, allowed))}, not {value!r}.")
+
+
+@dataclass(frozen=True, eq=False)
+class Compilation:
+    """What is known so far: the steps fill it from top to bottom.
+
+    `fixed` pins inputs by their path beyond `options.pins` (another batch shape keeps the state where it is).
+    """
+
+    traced: Traced
+    cluster: Any
+    meshes: tuple[LogicalMesh, ...]
+    options: Options
+    target: str = ""
+    fixed: Mapping[str, TensorSharding] = field(default_factory=dict)
+    progress: Progress = lambda text: None
+    trace_s: float = 0.0
+    rules: tuple[ShardingRule, ...] = ()
+    shape: Shape | None = None
+    chosen: Chosen | None = None
+    candidates: tuple[tuple[str, float], ...] = ()
+    plan: Plan | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def look_up_rules(c: Compilation) -> Compilation:
+    """A sharding rule for each op."""
+    graph = check_graph(c.traced.graph)
+    return replace(c, rules=tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops))
+
+
+def fold(c: Compilation) -> Compilation:
+    """Ops to clusters, equal clusters to classes."""
+    pinned = {v: _pin_of(c, name) for v, name in zip(c.traced.graph.inputs, c.traced.graph.input_names, strict=True)}
+    return replace(c, shape=shape_of(c.traced.graph, c.rules, c.traced.roles.carried, pinned, donated=c.options.donate))
+
+
+def intraop(c: Compilation) -> Compilation:
+    """Enumerate, price and solve the integer programme on each logical mesh; the fastest plan that fits is chosen."""
+    assert c.shape is not None
+    options = SolveOptions(c.options.solver, c.options.time_limit_s, c.options.gap)
+    chosen, candidates = choose(
+        c.shape,
+        c.cluster,
+        c.meshes,
+        budget_of(c),
+        lambda mesh: input_pins(c, mesh),
+        options,
+        c.progress,
+        time.perf_counter,
+        c.options.reduce_dtype == "as_written",
+    )
+    check_plan(c.traced.graph, c.rules, chosen.plan)
+    return replace(c, chosen=chosen, candidates=candidates)
+
+
+def summarise(c: Compilation) -> Compilation:
+    """The plan as data, with its predictions."""
+    assert c.chosen is not None and c.shape is not None
+    graph, chosen = c.traced.graph, c.chosen
+    inputs, outputs = leaves(graph, chosen.plan, roles_of(c.traced))
+    plan = Plan(
+        fingerprint_of(c.traced),
+        c.target or getattr(c.traced.function, "__name__", ""),
+        c.cluster.to_dict(),
+        chosen.plan,
+        inputs,
+        outputs,
+        collectives(graph, chosen.plan, chosen.pricer),
+        whole_ops(graph, c.rules, chosen.plan, chosen.pricer, c.shape.charges, [rule_table.has_rule(op) for op in graph.ops]),
+        predict(c),
+        chosen.solve,
+        Timings(c.trace_s, chosen.enumerate_s + c.seconds.get("fold", 0.0), chosen.solve_s, 0.0, c.trace_s + sum(c.seconds.values())),
+        chosen.price.by_kind,
+        chosen.live,
+        c.candidates,
+        {k: v for k, v in asdict(c.options).items() if isinstance(v, (str, int, float, bool, type(None)))},
+        c.traced.roles.notes,
+        jax.__version__,
+    )
+    return replace(c, plan=plan)
+
+
+STEPS: tuple[tuple[str, Callable[[Compilation], Compilation]], ...] = (
+    ("rules", look_up_rules),
+    ("fold", fold),
+    ("intraop", intraop),
+    ("summarise", summarise),
+)
+
+
+def compile_plan(compilation: Compilation) -> Compilation:
+    """Run every step in order."""
+    for name, step in STEPS:
+        begin = time.perf_counter()
+        compilation = step(compilation)
+        compilation = replace(compilation, seconds={**compilation.seconds, name: time.perf_counter() - begin})
+    return compilation
+
+
+def predict(c: Compilation) -> Predicted:
+    """Time, memory and FLOPs of the chosen plan."""
+    assert c.chosen is not None and c.shape is not None
+    price, work = c.chosen.price, costs.graph_flops(c.traced.graph)
+    arguments = argument_bytes(c.traced.graph, c.chosen.plan)
+    peak = max(c.chosen.peak_bytes, arguments)
+    rate = sum(_peak_flops(c.cluster, dtype) * share for dtype, share in _matmul_dtypes(c).items())
+    return Predicted(
+        price.total_s,
+        price.compute_s + price.copies_s + price.launch_s,
+        price.communication_s,
+        price.communication_s,
+        0.0,
+        peak,
+        arguments,
+        peak - arguments,
+        work,
+        min(1.0, work / (price.total_s * rate)) if rate and price.total_s else 0.0,
+    )
+
+
+def _matmul_dtypes(c: Compilation) -> dict[str, float]:
+    """Share of the matmul FLOPs done in each dtype."""
+    found: dict[str, float] = {}
+    graph = c.traced.graph
+    for op in graph.ops:
+        if op.primitive in costs.MATMULS:
+            operands = [graph.aval(o) for o in op.operands]
+            work = costs.flops(op, operands, [graph.avals[r] for r in op.results])
+            found[operands[0].dtype] = found.get(operands[0].dtype, 0.0) + work
+    total = sum(found.values())
+    return {d: w / total for d, w in found.items()} if total else {"float32": 1.0}
+
+
+def _peak_flops(cluster: Any, dtype: str) -> float:
+    return float(cluster.device.peak(dtype)) * cluster.num_devices
+
+
+def budget_of(c: Compilation) -> float:
+    """Bytes that a plan may use on each device."""
+    if c.options.memory_bytes is not None:
+        return float(c.options.memory_bytes)
+    return float(int(c.cluster.device.memory_bytes * c.options.memory_fraction))
+
+
+def roles_of(traced: Traced) -> list[str]:
+    """`state`, `batch` or `constant` for each graph input. What neither is state nor closed over counts as batch."""
+    state = {i for i, _ in traced.roles.carried}
+    count = len(traced.graph.inputs) - traced.graph.num_constants
+    return ["state" if i in state else "batch" if i < count else "constant" for i in range(len(traced.graph.inputs))]
+
+
+def fingerprint_of(traced: Traced) -> str:
+    """The program's fingerprint: a plan belongs to exactly one."""
+    threefry = bool(jax.config.jax_threefry_partitionable)
+    return fingerprint(traced.graph, {"threefry_partitionable": threefry, "carried": traced.roles.carried})
+
+
+def _pin_of(c: Compilation, name: str) -> str:
+    """What pins an input, as text: inputs pinned alike may be folded together."""
+    found = [f"{pattern}={spec}" for pattern, spec in c.options.pins.items() if fnmatch.fnmatch(name, pattern)]
+    if name in c.fixed:
+        found.append(str(c.fixed[name]))
+    return ";".join(found)
+
+
+def input_pins(c: Compilation, mesh: LogicalMesh) -> dict[int, tuple[TensorSharding, ...]]:
+    """Graph input value -> the shardings that pins leave it. Raises `UsageError` for a pin that cannot hold."""
+    graph, found = c.traced.graph, {}
+    matched: set[str] = set()
+    for v, name in zip(graph.inputs, graph.input_names, strict=True):
+        aval = graph.avals[v]
+        if name in c.fixed:
+            found[v] = (c.fixed[name],)
+        for pattern, spec in c.options.pins.items():
+            if fnmatch.fnmatch(name, _literal_brackets(pattern)) or pattern == name:
+                matched.add(pattern)
+                pin = sharding_of_spec(spec, aval.ndim)
+                if any(a not in mesh.names for a in pin.axes):
+                    raise UsageError(f"pin {pattern!r} names axis of {spec}, but the mesh has ({mesh}). Set `axis_names` or pass a Mesh.")
+                if pin not in border_shardings(aval, mesh):
+                    raise UsageError(f"pin {pattern!r} to {spec} does not fit {name} {aval} on mesh ({mesh}): a dimension does not divide.")
+                found[v] = (pin,)
+    unused = [p for p in c.options.pins if p not in matched]
+    if unused:
+        known = ", ".join(graph.input_names[:5])
+        raise UsageError(f"no parameter path matches the pins {', '.join(unused)}. Paths look like: {known}.")
+    return found
+
+
+def _literal_brackets(pattern: str) -> str:
+    """Paths hold brackets (`params['w']`), which a pattern means literally."""
+    return pattern.replace("[", "[[]")
+
+
+def sharding_of_spec(spec: Any, ndim: int) -> TensorSharding:
+    """A PartitionSpec, or a tuple of axis names per dimension, as a sharding of `ndim` dimensions."""
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in tuple(spec or ())]
+    if len(entries) > ndim:
+        raise UsageError(f"PartitionSpec {spec} has more entries than the {ndim} dimensions of what it pins.")
+    return TensorSharding(tuple(entries) + ((),) * (ndim - len(entries)))
+
+
+def logical_meshes(cluster: Any, axis_names: Sequence[str], max_axes: int = 2) -> tuple[LogicalMesh, ...]:
+    """The logical meshes worth searching on a cluster, of one and two axes."""
+    shapes = [s for s in cluster.mesh_shapes(max_axes) if len(s) <= len(axis_names)] or [(cluster.num_devices,)]
+    return tuple(LogicalMesh(tuple(axis_names[: len(s)]), tuple(s)) for s in shapes)
+
+
+def smallest_budget(error: InfeasibleError) -> int:
+    """Bytes per device at which planning would have succeeded."""
+    return error.peak_bytes

@@ -1,0 +1,216 @@
+"""Sizes, FLOPs and fusion of IR objects, and their price in seconds on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import log2, prod
+from typing import Any
+
+from autopar.ir.dtypes import itemsize
+from autopar.ir.graph import Aval, Constant, Graph, Op
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.rule import ShardingRule
+from autopar.ir.sharding import Move, TensorSharding
+from autopar.ir.strategy import Strategy, operand_sharding, result_sharding
+
+MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+# Ops that move only the part of their operand that they touch: positions of operands whose whole size is not read.
+_TOUCHED = {"gather": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0,), "scatter-add": (0,), "scatter": (0,), "scatter_add": (0,)}
+_TRANSCENDENTAL = frozenset(
+    {"exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf", "erf_inv", "erfc", "pow", "sin", "cos", "tan", "cbrt", "lgamma"}
+)
+_SHAPE_ONLY = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient", "optimization_barrier"})
+_FUSED_SHAPES = frozenset({"broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "select_n"})
+_REDUCTIONS = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin", "reduce_precision"}
+)
+_NOT_FUSED = frozenset({"dot_general", "conv_general_dilated", "gather", "scatter-add", "sort", "cumsum", "concatenate", "top_k"})
+
+
+def flops(op: Op, operands: Sequence[Aval], results: Sequence[Aval]) -> float:
+    """Floating-point operations of an op on whole arrays; 2 per multiply-add, bodies of loops times their length."""
+    if op.subgraphs:
+        inner = sum(graph_flops(g) for g in op.subgraphs)
+        return inner * (op.param("length") or 1)
+    if op.primitive == "dot_general":
+        (contract, _), _ = op.param("dimension_numbers")
+        return 2.0 * results[0].size * prod(operands[0].shape[d] for d in contract)
+    if op.primitive == "conv_general_dilated":
+        return 2.0 * results[0].size * _kernel_size(op, operands[1])
+    if op.primitive in _SHAPE_ONLY or op.primitive in ("broadcast_in_dim", "transpose", "slice", "concatenate", "pad", "iota", "rev"):
+        return 0.0
+    if op.primitive == "sort":
+        n = operands[0].size
+        return n * max(1.0, log2(max(2, operands[0].shape[op.param("dimension", -1)])))
+    weight = 8.0 if op.primitive in _TRANSCENDENTAL else 1.0
+    return weight * max((a.size for a in (*operands, *results)), default=0)
+
+
+def _kernel_size(op: Op, kernel: Aval) -> int:
+    """Multiply-adds per output element of a convolution."""
+    numbers = dict(op.param("dimension_numbers"))
+    out_feature = numbers["rhs_spec"][0]
+    return prod(n for d, n in enumerate(kernel.shape) if d != out_feature)
+
+
+def graph_flops(graph: Graph) -> float:
+    """FLOPs of all ops of a graph."""
+    return sum(flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results]) for op in graph.ops)
+
+
+def is_fusible(op: Op, elementwise: bool) -> bool:
+    """Whether a compiler fuses this op with its neighbours: element-wise ops, broadcasts, casts, cheap shape changes."""
+    return (elementwise or op.primitive in _FUSED_SHAPES) and op.primitive not in _NOT_FUSED and not op.subgraphs
+
+
+def is_reduction(op: Op) -> bool:
+    """Ops that fuse with what feeds them but not with what they feed."""
+    return op.primitive in _REDUCTIONS
+
+
+@dataclass(frozen=True)
+class Charges:
+    """What of each op is read from and written to memory: operand and result positions, per op index.
+
+    A fusion group pays once for each value that enters it (at the op that reads it first) and once for each that leaves it.
+    """
+
+    reads: tuple[tuple[int, ...], ...]
+    writes: tuple[tuple[int, ...], ...]
+    groups: tuple[int, ...]
+
+    @cached_property
+    def num_groups(self) -> int:
+        return len(set(self.groups))
+
+
+def fusion_charges(graph: Graph, elementwise: Sequence[bool]) -> Charges:
+    """Partition the ops into fusion groups, and charge each group's border.
+
+    The partition is fixed before anything is chosen, so that every formulation pays the same.
+    """
+    parent = list(range(len(graph.ops)))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    fusible = [is_fusible(op, e) for op, e in zip(graph.ops, elementwise, strict=True)]
+    for i, op in enumerate(graph.ops):
+        if fusible[i] or is_reduction(op):
+            for o in op.inputs:
+                p = graph.producer.get(o)
+                if p is not None and fusible[p] and graph.ops[p].phase == op.phase:
+                    parent[find(i)] = find(p)
+    groups = tuple(find(i) for i in range(len(graph.ops)))
+    reads, writes = [], []
+    entered: set[tuple[int, int]] = set()
+    for i, op in enumerate(graph.ops):
+        mine = []
+        for k, o in enumerate(op.operands):
+            if isinstance(o, Constant) or o in graph.free or (groups[i], o) in entered:
+                continue
+            p = graph.producer.get(o)
+            if p is None or groups[p] != groups[i] or not fusible[p]:
+                entered.add((groups[i], o))
+                mine.append(k)
+        reads.append(tuple(mine))
+        writes.append(tuple(k for k, r in enumerate(op.results) if _leaves(graph, r, groups, i, fusible)))
+    return Charges(tuple(reads), tuple(writes), groups)
+
+
+def _leaves(graph: Graph, value: int, groups: Sequence[int], i: int, fusible: Sequence[bool]) -> bool:
+    if value in graph.free:
+        return False
+    if not fusible[i] or value in graph.output_values:
+        return True
+    return any(groups[u] != groups[i] for u, _ in graph.uses.get(value, ()))
+
+
+@dataclass(frozen=True, eq=False)
+class Pricer:
+    """Prices on one logical mesh of one cluster, in seconds. `cluster` is a `cost_models.Cluster`."""
+
+    cluster: Any
+    mesh: LogicalMesh
+    as_written: bool = False
+
+    @cached_property
+    def _moves(self) -> dict[Any, float]:
+        return {}
+
+    def move(self, move: Move, source: TensorSharding, aval: Aval) -> float:
+        """Seconds of one conversion step of a value that lies as `source`: the collective, or a local copy."""
+        key = (move, source, aval)
+        found = self._moves.get(key)
+        if found is None:
+            found = self._moves[key] = self._move(move, source, aval)
+        return found
+
+    def _move(self, move: Move, source: TensorSharding, aval: Aval) -> float:
+        nbytes = source.local_bytes(aval, self.mesh, self.as_written)
+        if move.communicates:
+            return self.cluster.collective_seconds(move.kind, nbytes, self.mesh.groups(move.axes))
+        if move.kind == "to_partial":
+            return _PARTIAL_SECONDS
+        target = move.apply(source).local_bytes(aval, self.mesh, self.as_written)
+        return self.cluster.compute_seconds(0.0, 2 * target, aval.dtype, False) * _SLICE_SHARE
+
+    def move_bytes(self, source: TensorSharding, aval: Aval) -> int:
+        """Bytes of a collective's operand on one device."""
+        return source.local_bytes(aval, self.mesh, self.as_written)
+
+    def op(
+        self,
+        op: Op,
+        rule: ShardingRule,
+        strategy: Strategy,
+        operands: Sequence[Aval],
+        results: Sequence[Aval],
+        reads: Sequence[int],
+        writes: Sequence[int],
+    ) -> float:
+        """Seconds of one op on its local shapes, reading and writing the charged operands and results."""
+        divisor = self.mesh.size(a for _, axes in strategy.cuts for a in axes)
+        touched = _TOUCHED.get(op.primitive, ())
+        nbytes = sum(
+            operand_sharding(rule, strategy, k).local_bytes(operands[k], self.mesh, self.as_written) for k in reads if k not in touched
+        )
+        written = [result_sharding(rule, strategy, k).local_bytes(results[k], self.mesh, self.as_written) for k in writes]
+        nbytes += sum(written) * (2 if touched else 1)
+        if op.primitive in ("scatter-add", "scatter", "scatter_add", "dynamic_update_slice"):
+            nbytes = sum(written) + 2 * sum(
+                operand_sharding(rule, strategy, k).local_bytes(operands[k], self.mesh, self.as_written) for k in reads if k not in touched
+            )
+        dtype = operands[0].dtype if operands else results[0].dtype if results else "float32"
+        work = flops(op, operands, results) / divisor
+        return self.cluster.compute_seconds(work, nbytes, dtype, op.primitive in MATMULS)
+
+    def memory_seconds(self, nbytes: float, work: float, dtype: str) -> float:
+        """Seconds of memory-bound work: bytes moved, and vector FLOPs."""
+        return self.cluster.compute_seconds(work, nbytes, dtype, False)
+
+
+# Slices of a value that is there anyway are mostly fused into what uses them; a share of the copy keeps ties honest.
+_SLICE_SHARE = 0.25
+# Making a replicated value partial is a fused select; its token price says: not without need.
+_PARTIAL_SECONDS = 1e-9
+
+
+@lru_cache(maxsize=None)
+def bytes_of(aval: Aval) -> int:
+    """Bytes of a whole value."""
+    return aval.size * itemsize(aval.dtype)
+
+
+def summary(graph: Graph) -> Mapping[str, float]:
+    """FLOPs by primitive, largest first."""
+    found: dict[str, float] = {}
+    for op in graph.ops:
+        work = flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results])
+        found[op.primitive] = found.get(op.primitive, 0.0) + work
+    return dict(sorted(found.items(), key=lambda kv: -kv[1]))

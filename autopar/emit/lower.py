@@ -1,0 +1,144 @@
+"""One op on one device: the primitive on local operands, by the method of the factors that are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.emit.localise import localise
+from autopar.emit.lower_index import add_scattered, keep_operand_once, masked_lookup, shifted_scatter
+from autopar.emit.place import Bind, Call, Place
+from autopar.errors import CheckError
+from autopar.ir.dtypes import accumulation_dtype
+from autopar.ir.graph import Aval, Constant, Op, Operand
+from autopar.ir.rule import ShardingRule
+from autopar.ir.sharding import TensorSharding
+from autopar.ir.strategy import Strategy, operand_sharding, result_sharding
+from autopar.rules import local_function
+
+__all__ = ["METHODS", "Place", "lower"]
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_WIDEN_AFTER = ("gather", "concatenate", "reshape", "transpose", "broadcast_in_dim")
+
+
+def lower(
+    bind: Bind,
+    op: Op,
+    params: dict[str, Any],
+    rule: ShardingRule,
+    strategy: Strategy,
+    avals_in: Sequence[Aval],
+    avals_out: Sequence[Aval],
+    operands: Sequence[Any],
+    place: Place,
+    *,
+    as_written: bool = False,
+) -> tuple[Any, ...]:
+    """The local results of `op` under `strategy`, from local operands in the shardings that the strategy needs.
+
+    `params` are JAX's own. Narrow floats that are partial sums arrive and leave in float32, and what makes them is computed
+    in float32, unless `as_written`. Raises `CheckError` where a local operand or result is not what rule and strategy say.
+    """
+    operands = [_typed(o, a, x) for o, a, x in zip(op.operands, avals_in, operands, strict=True)]
+    wants = [operand_sharding(rule, strategy, n) for n in range(len(avals_in))]
+    gives = [result_sharding(rule, strategy, n) for n in range(len(avals_out))]
+    _check("operand", op, rule, strategy, operands, [_local(s, a, place, as_written) for s, a in zip(wants, avals_in, strict=True)])
+    expected = [_local(s, a, place, as_written) for s, a in zip(gives, avals_out, strict=True)]
+    wide = any(dtype != a.dtype for (_, dtype), a in zip(expected, avals_out, strict=True))
+    wide = wide or any(s.local_dtype(a.dtype, as_written) != a.dtype for s, a in zip(wants, avals_in, strict=True))
+    function = local_function(op, tuple(avals_in), tuple(avals_out))
+    if function is not None:
+        results = _users(function, op, params, operands)
+    else:
+        params, operands = _widened(op.primitive, params, operands) if wide else (params, operands)
+        shapes = [tuple(jnp.shape(x)) for x in operands], [shape for shape, _ in expected]
+        local = localise(op.primitive, params, rule, strategy, place.mesh, *shapes)
+        call = Call(op.primitive, bind, local, params, rule, strategy, tuple(avals_in), shapes[1], place, wide)
+        results = METHODS[_method(op, rule, strategy)](call, operands)
+    if wide:
+        results = [x if x.dtype == dtype else x.astype(dtype) for x, (_, dtype) in zip(results, expected, strict=True)]
+    _check("result", op, rule, strategy, results, expected)
+    return tuple(results)
+
+
+def _plain(call: Call, operands: Sequence[Any]) -> list[Any]:
+    """The primitive as it is, on local shapes."""
+    if call.primitive in ("scatter-add", "scatter-sub"):
+        return add_scattered(call, keep_operand_once(call, operands))
+    return list(call.bind(call.params, operands))
+
+
+def _offset(call: Call, operands: Sequence[Any]) -> list[Any]:
+    """Counting from the part's own start. Counted as an integer: large numbers are rounded once, as on one device."""
+    d, dtype = call.params["dimension"], call.params["dtype"]
+    (factor,) = call.rule.results[0][d]
+    start, n = call.start(factor, call.out_shapes[0][d])
+    counter = jnp.int64 if n > jnp.iinfo(jnp.int32).max else jnp.int32
+    count = jax.lax.broadcasted_iota(counter, call.out_shapes[0], d) + jnp.asarray(start, counter)
+    return [count.astype(dtype)]
+
+
+METHODS: dict[str, Callable[[Call, Sequence[Any]], list[Any]]] = {
+    "plain": _plain,
+    "offset": _offset,
+    "masked_sum": masked_lookup,
+    "scatter": shifted_scatter,
+}
+
+
+def _method(op: Op, rule: ShardingRule, strategy: Strategy) -> str:
+    """The one special method among the cut factors, else plain."""
+    found = {rule.method[f] for f, axes in strategy.cuts if axes} - {"plain"}
+    if len(found) > 1 or not found <= METHODS.keys():
+        raise CheckError(f"`{op.primitive}` cannot be lowered under strategy `{strategy}`: no lowering for {sorted(found)}.")
+    return found.pop() if found else "plain"
+
+
+def _widened(primitive: str, params: dict[str, Any], operands: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Parameters and operands for computing in float32 what would be a partial sum of narrow floats.
+
+    Products of narrow operands are accumulated wide without widening the operands; what only moves elements widens them after.
+    """
+    float32 = jnp.dtype("float32")
+    forced = {"preferred_element_type"} if primitive in _PRODUCTS else set()
+    named = {k for k in ("new_dtype", "out_dtype") if params.get(k) is not None and _narrow(params[k])}
+    params = params | {k: float32 for k in named | {k for k in forced if params[k] is None or _narrow(params[k])}}
+    dtypes = {jnp.result_type(x) for x in operands if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
+    if len(dtypes) <= 1 and primitive in (*_PRODUCTS, *_WIDEN_AFTER):
+        return params, list(operands)
+    return params, [jnp.asarray(x, float32) if _narrow(jnp.result_type(x)) else x for x in operands]
+
+
+def _narrow(dtype: Any) -> bool:
+    name = str(jnp.dtype(dtype)) if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else ""
+    return accumulation_dtype(name) != name
+
+
+def _users(function: Callable, op: Op, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """The user's per-device function; a jitted call's own parameters mean nothing to it."""
+    results = function(*operands) if op.primitive in ("jit", "pjit") else function(*operands, **params)
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+def _typed(operand: Operand, aval: Aval, x: Any) -> Any:
+    """A literal in the dtype it has in the program, whatever Python or numpy type carries it."""
+    return np.asarray(x, jnp.dtype(aval.dtype)) if isinstance(operand, Constant) and not hasattr(x, "aval") else x
+
+
+def _local(sharding: TensorSharding, aval: Aval, place: Place, as_written: bool) -> tuple[tuple[int, ...], str]:
+    return sharding.local_shape(aval.shape, place.mesh), sharding.local_dtype(aval.dtype, as_written)
+
+
+def _check(what: str, op: Op, rule: ShardingRule, strategy: Strategy, arrays: Sequence[Any], expected: Sequence[tuple]) -> None:
+    found = [(tuple(jnp.shape(x)), str(jnp.result_type(x))) for x in arrays]
+    if len(found) != len(expected) or any(f != e for f, e in zip(found, expected, strict=True)):
+        where = f" at {op.source}" if op.source else ""
+        raise CheckError(
+            f"`{op.primitive}`{where} under strategy `{strategy}` of rule `{rule}` has local {what}s {found} where {list(expected)} "
+            "were expected. The rule does not fit this primitive."
+        )

@@ -1,0 +1,159 @@
+"""The per-device program of a plan, under `shard_map` with explicit collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.emit.collectives import apply_move, axis_index, named
+from autopar.emit.gate import gate
+from autopar.emit.lower import Place, lower
+from autopar.errors import CheckError
+from autopar.ir.graph import Graph, Operand
+from autopar.ir.plan import PlannedMove, ShardingPlan
+from autopar.ir.rule import ShardingRule
+from autopar.ir.sharding import TensorSharding
+from autopar.ir.strategy import operand_sharding, result_sharding
+from autopar.trace import compat
+
+_Form = tuple[int, TensorSharding, int]
+
+
+def partition_spec(sharding: TensorSharding) -> PartitionSpec:
+    """The border sharding of a leaf as JAX writes it."""
+    return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in sharding.dims))
+
+
+def named_sharding(sharding: TensorSharding, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, partition_spec(sharding))
+
+
+@dataclass(frozen=True, eq=False)
+class Emission:
+    """What emission needs to know beside the plan: the graph, JAX's equations, the rules, and how sums are held."""
+
+    graph: Graph
+    program: Any
+    rules: Sequence[ShardingRule]
+    plan: ShardingPlan
+    as_written: bool = False
+
+
+def per_device(emission: Emission, platform: str) -> Callable[..., tuple[Any, ...]]:
+    """The function that runs on each device: `(zero, *local inputs) -> local outputs`.
+
+    `zero` is a runtime int32 zero for the gates.
+    """
+
+    def body(zero: Any, *inputs: Any) -> tuple[Any, ...]:
+        return _Device(emission, platform, zero).run(inputs)
+
+    return body
+
+
+def emit(emission: Emission, mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
+    """The whole program over `mesh`: `(zero, *inputs) -> outputs`, to be jitted by the caller."""
+    plan = emission.plan
+    return jax.shard_map(
+        per_device(emission, mesh.devices.flat[0].platform),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), *map(partition_spec, plan.inputs)),
+        out_specs=tuple(map(partition_spec, plan.outputs)),
+        check_vma=False,
+    )
+
+
+@dataclass
+class _Device:
+    """One device's run through the ops: reads each operand in the form that the strategy needs, and binds the primitive."""
+
+    emission: Emission
+    platform: str
+    zero: Any
+    forms: dict[_Form, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        plan = self.emission.plan
+        self.place = Place(plan.mesh, axis_index)
+        self.moves: dict[_Form, PlannedMove] = {(m.value, m.target, m.generation): m for m in plan.moves}
+
+    def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        e = self.emission
+        for value, sharding, x in zip(e.graph.inputs, e.plan.inputs, inputs, strict=True):
+            self.forms[value, sharding, 0] = x
+        for i in range(len(e.graph.ops)):
+            self.op(i)
+        return tuple(self.output(k, o) for k, o in enumerate(e.graph.outputs))
+
+    def op(self, i: int) -> None:
+        e = self.emission
+        op, rule, strategy = e.graph.ops[i], e.rules[i], e.plan.strategies[i]
+        equation = e.program.equations[op.equation]
+        operands = [self.operand(i, k, o, equation.literals) for k, o in enumerate(op.operands)]
+        with jax.named_scope(op.scope or op.phase):
+            results = lower(
+                lambda params, xs: compat.bind(equation.equation, xs, params),
+                op,
+                dict(equation.equation.params),
+                rule,
+                strategy,
+                tuple(e.graph.aval(o) for o in op.operands),
+                tuple(e.graph.avals[r] for r in op.results),
+                operands,
+                self.place,
+                as_written=e.as_written,
+            )
+        for k, (r, x) in enumerate(zip(op.results, results, strict=True)):
+            self.forms[r, result_sharding(rule, strategy, k), 0] = x
+
+    def operand(self, i: int, k: int, operand: Operand, literals: Any) -> Any:
+        if not isinstance(operand, int):
+            return literals[k]
+        e = self.emission
+        needed = operand_sharding(e.rules[i], e.plan.strategies[i], k)
+        return self.read(operand, needed, int((i, k) in e.plan.regenerated))
+
+    def output(self, k: int, operand: Operand) -> Any:
+        e = self.emission
+        if not isinstance(operand, int):
+            aval = e.graph.aval(operand)
+            return jnp.asarray(e.program.literal_outputs[k], dtype=aval.dtype)
+        return self.read(operand, e.plan.outputs[k], int((len(e.graph.ops), k) in e.plan.regenerated))
+
+    def read(self, value: int, sharding: TensorSharding, generation: int) -> Any:
+        """A form of a value, made by its planned move if it is not there yet."""
+        form = (value, sharding, generation)
+        if form not in self.forms:
+            move = self.moves.get(form)
+            if move is None:
+                raise CheckError(f"the plan has no move that brings value {value} to {sharding} (generation {generation}).")
+            self.forms[form] = self.convert(move, self.read(value, move.source, move.source_generation))
+        return self.forms[form]
+
+    def convert(self, m: PlannedMove, x: Any) -> Any:
+        e = self.emission
+        dtype = e.graph.avals[m.value].dtype
+        if m.gate >= 0:
+            x = gate(x, self.anchor(m), self.zero, self.platform)
+        if m.move.kind == "to_partial":
+            x = _cast(x, m.target.local_dtype(dtype, e.as_written))
+        x = named(m.id, lambda: apply_move(m.move, x, e.plan.mesh.size(m.move.axes), axis_index))
+        return _cast(x, m.target.local_dtype(dtype, e.as_written))
+
+    def anchor(self, m: PlannedMove) -> Any:
+        """A form of another operand of the op that the move waits for."""
+        e = self.emission
+        op = e.graph.ops[m.gate]
+        for k, o in enumerate(op.operands):
+            if isinstance(o, int) and o != m.value:
+                return self.operand(m.gate, k, o, {})
+        raise CheckError(f"`{op.primitive}` at {op.source} has no other operand to gate a repeated gather on.")
+
+
+def _cast(x: Any, dtype: str) -> Any:
+    return x if dtype.startswith("key<") or dtype == "float0" or str(x.dtype) == dtype else x.astype(dtype)

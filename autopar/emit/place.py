@@ -1,0 +1,48 @@
+"""Where a device stands, and an op as one device calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.graph import Aval
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.rule import Factor, ShardingRule
+from autopar.ir.sharding import Axes
+from autopar.ir.strategy import Strategy, dim_axes
+
+Bind = Callable[[dict[str, Any], Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a device stands: `index(axes)` is its row-major position along these axes, traced or a number."""
+
+    mesh: LogicalMesh
+    index: Callable[[tuple[str, ...]], Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op on one device: `params` are for local shapes, `whole_params` as traced. `wide`: partial sums are held in float32."""
+
+    primitive: str
+    bind: Bind
+    params: dict[str, Any]
+    whole_params: dict[str, Any]
+    rule: ShardingRule
+    strategy: Strategy
+    avals_in: tuple[Aval, ...]
+    out_shapes: list[tuple[int, ...]]
+    place: Place
+    wide: bool
+
+    def operand_axes(self, operand: int, d: int) -> Axes:
+        """Mesh axes that cut dimension d of an operand."""
+        return dim_axes(self.rule.operands[operand][d], self.strategy)
+
+    def start(self, factor: Factor, local_size: int) -> tuple[Any, int]:
+        """Where this device's part of a factor begins, and the factor's global size."""
+        axes = self.strategy.axes(factor)
+        return (self.place.index(axes) * local_size if axes else 0), self.rule.size[factor]

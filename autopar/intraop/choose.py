@@ -1,0 +1,193 @@
+"""Choose a sharding plan: every logical mesh of the cluster is planned, the fastest plan that fits is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar import costs
+from autopar.costs import Pricer
+from autopar.errors import CheckError, InfeasibleError
+from autopar.intraop import solvers
+from autopar.intraop.enumerate import Layout, Pins, Shape, enumerate_problem
+from autopar.intraop.evaluate import Infeasible, evaluate, live_at
+from autopar.intraop.lift import lift
+from autopar.intraop.price import Price, price_plan
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import ShardingPlan, Solve
+from autopar.ir.problem import Problem, Solution
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SolveOptions:
+    """How to solve: `solver` (`highs` or `pulp`), seconds per mesh, relative gap at which an answer is taken as optimal."""
+
+    solver: str = "highs"
+    time_limit_s: float | None = None
+    gap: float = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The plan for one logical mesh, with its price, its proof, and what is live at its memory peak."""
+
+    plan: ShardingPlan
+    pricer: Pricer
+    price: Price
+    solve: Solve
+    peak_bytes: int
+    live: tuple[tuple[str, int], ...]
+    enumerate_s: float = 0.0
+    solve_s: float = 0.0
+
+
+def choose_on(
+    shape: Shape, pricer: Pricer, budget: float | None, pins: Pins, options: SolveOptions, progress: Progress, clock: Callable[[], float]
+) -> Chosen:
+    """The best plan on one logical mesh. Raises `InfeasibleError` when nothing fits the budget."""
+    begin = clock()
+    problem, layout = enumerate_problem(shape, pricer, budget, pins)
+    enumerated = clock()
+    progress(f"mesh {pricer.mesh}: {problem.num_choices + len(problem.side)} variables, {len(problem.rows)} rows")
+    try:
+        solution = solvers.solve(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap)
+    except Infeasible as error:
+        raise _infeasible(error, problem, layout) from None
+    plan = lift(layout, solution)
+    price = price_plan(shape.graph, shape.rules, plan, pricer, shape.charges)
+    _check_price(solution, price)
+    evaluation = evaluate(problem, solution.choice, solution.side)
+    return Chosen(
+        plan,
+        pricer,
+        price,
+        _proof(solution, options.solver, shape),
+        int(evaluation.peak_bytes),
+        live(layout, problem, solution, evaluation.peak_time),
+        enumerated - begin,
+        clock() - enumerated,
+    )
+
+
+def _proof(solution: Solution, solver: str, shape: Shape) -> Solve:
+    folded = len(shape.folded.members) < len(shape.clusters)
+    return Solve(
+        solver,
+        solution.status,
+        solution.objective,
+        solution.bound,
+        solution.gap,
+        solution.variables,
+        solution.constraints,
+        "fold" if folded else "program",
+    )
+
+
+def _check_price(solution: Solution, price: Price) -> None:
+    """The lifted plan, priced by other code on the unfolded graph, must cost what the solver says."""
+    if abs(price.total_s - solution.objective) > 1e-6 * abs(solution.objective) + 1e-12:
+        raise CheckError(f"the plan costs {price.total_s:.9g} s where the solver says {solution.objective:.9g} s.")
+
+
+def choose(
+    shape: Shape,
+    cluster: Any,
+    meshes: Sequence[LogicalMesh],
+    budget: float | None,
+    pins: Callable[[LogicalMesh], Pins],
+    options: SolveOptions,
+    progress: Progress,
+    clock: Callable[[], float],
+    as_written: bool = False,
+) -> tuple[Chosen, tuple[tuple[str, float], ...]]:
+    """The best plan over `meshes`, and the objective on each. Raises the least bad `InfeasibleError` when none fits."""
+    found: list[Chosen] = []
+    tried: list[tuple[str, float]] = []
+    refused: list[InfeasibleError] = []
+    for mesh in meshes:
+        pricer = Pricer(cluster, mesh, as_written)
+        try:
+            chosen = choose_on(shape, pricer, budget, pins(mesh), options, progress, clock)
+        except InfeasibleError as error:
+            refused.append(error)
+            tried.append((str(mesh), float("inf")))
+            continue
+        found.append(chosen)
+        tried.append((str(mesh), chosen.price.total_s))
+        progress(f"mesh {mesh}: {chosen.price.total_s * 1e3:.3f} ms, {chosen.solve.status}, gap {chosen.solve.gap:.2g}")
+    if not found:
+        raise min(refused, key=lambda e: e.peak_bytes)
+    best = min(found, key=lambda c: c.price.total_s)
+    total = replace(best, enumerate_s=sum(c.enumerate_s for c in found), solve_s=sum(c.solve_s for c in found))
+    return total, tuple(tried)
+
+
+def live(layout: Layout, problem: Problem, solution: Solution, time: int) -> tuple[tuple[str, int], ...]:
+    """What holds memory at `time`, in words, from large to small."""
+    words: dict[str, int] = {}
+    owner = {o.column: n for n, openings in zip(layout.networks, layout.openings, strict=True) for o in openings}
+    for item in live_at(problem, solution.choice, solution.side, time):
+        if item.kind == "node":
+            what = _node_words(layout, item.index)
+        else:
+            network = owner.get(item.index)
+            what = f"converted {_value_words(layout, network.members[0].value)}" if network else "conversions"
+        words[what] = words.get(what, 0) + int(item.nbytes)
+    return tuple(sorted(words.items(), key=lambda w: -w[1]))
+
+
+def _value_words(layout: Layout, value: int) -> str:
+    graph = layout.shape.graph
+    p = graph.producer.get(value)
+    if p is None:
+        return graph.input_names[graph.inputs.index(value)]
+    op = graph.ops[p]
+    return f"{op.phase} {op.primitive}" + (f" in {op.scope}" if op.scope else "")
+
+
+def _node_words(layout: Layout, node: int) -> str:
+    shape = layout.shape
+    if node >= len(layout.spaces):
+        names = [shape.graph.input_names[shape.graph.inputs.index(v)] for v, n in layout.input_node.items() if n == node]
+        if not names:
+            return "outputs"
+        return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike"
+    members = shape.folded.members[node]
+    op = shape.graph.ops[shape.clusters[members[0]].ops[0]]
+    count = f", {len(members)} alike" if len(members) > 1 else ""
+    return f"{op.phase} {op.primitive}" + (f" in {op.scope}" if op.scope else "") + count
+
+
+def _infeasible(error: Infeasible, problem: Problem, layout: Layout) -> InfeasibleError:
+    """The solver's refusal in the user's terms: the least possible peak, what is live there, what to do."""
+    budget = int(problem.budget or 0)
+    if error.peak_bytes is None or error.solution is None:
+        return InfeasibleError(f"no plan satisfies the constraints on mesh ({layout.mesh}): {error}. Loosen the pins.", budget_bytes=budget)
+    peak = int(-(-error.peak_bytes // 1))
+    evaluation = evaluate(problem, error.solution.choice, error.solution.side)
+    items = live(layout, problem, error.solution, evaluation.peak_time)
+    at = layout.shape.graph.ops[evaluation.peak_time] if evaluation.peak_time < len(layout.shape.graph.ops) else None
+    where = f" at `{at.primitive}` ({at.source})" if at else ""
+    needed = -(-peak * layout.mesh.num_devices // max(1, budget))
+    suggestions = (
+        f"give each device at least {peak} bytes (memory_bytes={peak})",
+        f"use about {needed} devices of this kind instead of {layout.mesh.num_devices}",
+        "use a smaller batch, or wrap layers in jax.checkpoint",
+    )
+    largest = "; ".join(f"{what}: {nbytes:,} bytes" for what, nbytes in items[:5])
+    return InfeasibleError(
+        f"no plan on mesh ({layout.mesh}) fits {budget:,} bytes per device: the least peak is {peak:,} bytes{where}. "
+        f"Live there: {largest}. To make it fit: {'; or '.join(suggestions)}.",
+        peak_bytes=peak,
+        budget_bytes=budget,
+        live=items,
+        suggestions=suggestions,
+    )
+
+
+def flops_of(shape: Shape) -> float:
+    """FLOPs of the whole program."""
+    return costs.graph_flops(shape.graph)

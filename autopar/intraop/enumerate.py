@@ -1,0 +1,376 @@
+"""From a graph on a logical mesh to the `Problem` that a solver sees, with what is needed to read its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from autopar import costs
+from autopar.costs import Charges, Pricer
+from autopar.intraop.clusters import Cluster, find_clusters, is_elementwise
+from autopar.intraop.fold import Folded, fold, unfolded
+from autopar.intraop.networks import EARLY, LATE, Member, Network, Opening, SideBuilder, Use, User, Vector, add_network
+from autopar.intraop.reshard import border_shardings
+from autopar.intraop.space import Space, build_space
+from autopar.intraop.states import StateGraph, state_graph
+from autopar.ir.graph import Aval, Constant, Graph
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.problem import Floats, Problem, Usage
+from autopar.ir.rule import ShardingRule
+from autopar.ir.sharding import Reduction, TensorSharding
+
+Pins = Mapping[int, tuple[TensorSharding, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What of a program does not depend on the mesh: rules, fusion charges, clusters and their fold.
+
+    `carried` pairs input and output positions of one piece of state; `marks` tells graph inputs apart (role, pins).
+    """
+
+    graph: Graph
+    rules: tuple[ShardingRule, ...]
+    carried: tuple[tuple[int, int], ...]
+    charges: Charges
+    clusters: tuple[Cluster, ...]
+    folded: Folded
+    donated: bool = True
+
+    @cached_property
+    def cluster_of(self) -> dict[int, int]:
+        """Op index -> cluster; ops that depend on no input have none."""
+        return {i: c for c, cluster in enumerate(self.clusters) for i in cluster.ops}
+
+    @cached_property
+    def member_input(self) -> dict[int, tuple[int, int]]:
+        """Input value that lies with a cluster -> (cluster, position among its inputs)."""
+        return {v: (c, n) for c, cluster in enumerate(self.clusters) for n, v in enumerate(cluster.inputs)}
+
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """Op index -> its position in its cluster."""
+        return {i: j for cluster in self.clusters for j, i in enumerate(cluster.ops)}
+
+
+def shape_of(
+    graph: Graph,
+    rules: Sequence[ShardingRule],
+    carried: Sequence[tuple[int, int]],
+    pinned: Mapping[int, Hashable] | None = None,
+    folding: bool = True,
+    donated: bool = True,
+) -> Shape:
+    """Cluster and fold a graph. `pinned` marks graph inputs that must not be folded with others, by value."""
+    charges = costs.fusion_charges(graph, [is_elementwise(r) for r in rules])
+    clusters = find_clusters(graph, rules, carried)
+    tied = {i: o for i, o in carried}
+    marks: dict[int, Hashable] = {v: (n in tied, (pinned or {}).get(v)) for n, v in enumerate(graph.inputs)}
+    folded = fold(graph, clusters, charges, marks) if folding else unfolded(clusters)
+    return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a `Problem` was laid out: which node stands for what, and which columns for which conversions.
+
+    Nodes come in order: cluster classes, then the border nodes of inputs and free outputs. `borders[n]` are the shardings of a
+    border node; `input_node` and `output_node` give the node of each input value and output position that has one.
+    """
+
+    shape: Shape
+    mesh: LogicalMesh
+    spaces: tuple[Space, ...]
+    borders: Mapping[int, tuple[TensorSharding, ...]]
+    input_node: Mapping[int, int]
+    output_node: Mapping[int, int]
+    networks: tuple[Network, ...]
+    openings: tuple[tuple[Opening, ...], ...]
+
+
+@dataclass
+class _Value:
+    """Where a value comes from and who needs it, in terms of nodes."""
+
+    node: int
+    vector: Vector
+    users: dict[tuple[int, Vector, int], list[Use]] = field(default_factory=dict)
+
+
+def enumerate_problem(
+    shape: Shape, pricer: Pricer, budget: float | None = None, pins: Pins | None = None, layered: bool = True
+) -> tuple[Problem, Layout]:
+    """The intra-op programme on `pricer.mesh`, priced, with its layout.
+
+    `pins` restricts the shardings of graph inputs, by value. `layered` lets conversions be made again for backward.
+    """
+    return _Enumerator(shape, pricer, budget, dict(pins or {}), layered).run()
+
+
+class _Enumerator:
+    def __init__(self, shape: Shape, pricer: Pricer, budget: float | None, pins: dict[int, Any], layered: bool):
+        self.shape, self.pricer, self.budget, self.pins, self.layered = shape, pricer, budget, pins, layered
+        self.graph, self.mesh = shape.graph, pricer.mesh
+        self.end = len(self.graph.ops)
+        # Values below this many bytes are left out of the memory rows: together they are below one part in a thousand.
+        self.small = (budget or 0.0) / 1e3 / max(1, len(self.graph.avals)) if budget else np.inf
+        self.tied = {o: self.graph.inputs[i] for i, o in shape.carried}
+        self.vectors: dict[Any, Vector] = {}
+        self.interned: dict[Vector, Vector] = {}
+        self.graphs: dict[Any, StateGraph] = {}
+        self.last_phase = [op.phase for op in self.graph.ops] + ["update"]
+
+    def run(self) -> tuple[Problem, Layout]:
+        shape = self.shape
+        self.spaces = tuple(build_space(self.graph, shape.rules, shape.clusters[m[0]], self.mesh) for m in shape.folded.members)
+        node_costs = [self._cost(c) for c in range(len(self.spaces))]
+        self._border_nodes(node_costs)
+        values = self._values()
+        networks = self._networks(values)
+        offsets = np.concatenate([[0], np.cumsum([len(c) for c in node_costs])]).astype(int)
+        builder = SideBuilder(int(offsets[-1]), [int(o) for o in offsets])
+        openings = tuple(add_network(n, builder, self._state_bytes(n), self.small) for n in networks)
+        side, rows = builder.finish()
+        problem = Problem(
+            tuple(node_costs),
+            (),
+            tuple(self._usages(values)) if self.budget else (),
+            side,
+            rows,
+            self.end + 1,
+            budget=self.budget,
+            constant_cost=self.pricer.cluster.launch_seconds * shape.charges.num_groups,
+        )
+        layout = Layout(shape, self.mesh, self.spaces, self.borders, self.input_node, self.output_node, tuple(networks), openings)
+        return problem, layout
+
+    def _cost(self, c: int) -> Floats:
+        """Seconds of a class by choice, times its members."""
+        members = self.shape.folded.members[c]
+        cluster, space = self.shape.clusters[members[0]], self.spaces[c]
+        if space.single:
+            i = cluster.ops[0]
+            seconds = [self.op_seconds(i, s) for s in space.single]
+        else:
+            seconds = self._merged_cost(cluster, space)
+        return np.array(seconds, dtype=np.float64) * len(members)
+
+    def op_seconds(self, i: int, strategy: Any) -> float:
+        op, charges = self.graph.ops[i], self.shape.charges
+        return self.pricer.op(
+            op,
+            self.shape.rules[i],
+            strategy,
+            [self.graph.aval(o) for o in op.operands],
+            [self.graph.avals[r] for r in op.results],
+            charges.reads[i],
+            charges.writes[i],
+        )
+
+    def _merged_cost(self, cluster: Cluster, space: Space) -> list[float]:
+        """A merged cluster's ops priced one by one, equal ops once."""
+        total = [0.0] * len(space)
+        groups: dict[Any, tuple[int, int, int]] = {}
+        for j, i in enumerate(cluster.ops):
+            key = (id(self.shape.rules[i]), self.shape.charges.reads[i], self.shape.charges.writes[i], self.graph.ops[i].primitive)
+            key = (*key, tuple(sorted(space.classes[j].items())), self._avals(i))
+            first, position, count = groups.get(key, (i, j, 0))
+            groups[key] = (first, position, count + 1)
+        for i, j, count in groups.values():
+            for s in range(len(space)):
+                total[s] += count * self.op_seconds(i, space.strategy(j, s))
+        return total
+
+    def _avals(self, i: int) -> Any:
+        op = self.graph.ops[i]
+        return tuple(self.graph.aval(o) for o in op.operands), tuple(self.graph.avals[r] for r in op.results)
+
+    def _border_nodes(self, node_costs: list[Floats]) -> None:
+        """A node per kind of input that lies by itself, and per output that is not state: any border sharding, free of charge."""
+        self.borders: dict[int, tuple[TensorSharding, ...]] = {}
+        self.input_node: dict[int, int] = {}
+        self.output_node: dict[int, int] = {}
+        kinds: dict[Hashable, int] = {}
+
+        def node(kind: Hashable, shardings: tuple[TensorSharding, ...]) -> int:
+            if kind not in kinds:
+                kinds[kind] = len(node_costs)
+                self.borders[len(node_costs)] = shardings
+                node_costs.append(np.zeros(len(shardings)))
+            return kinds[kind]
+
+        for v in self.graph.inputs:
+            if v not in self.shape.member_input:
+                self.input_node[v] = node(self._input_kind(v), self.pins.get(v) or border_shardings(self.graph.avals[v], self.mesh))
+        for k, o in enumerate(self.graph.outputs):
+            if isinstance(o, int) and k not in self.tied and o not in self.graph.free:
+                shardings = border_shardings(self.graph.avals[o], self.mesh)
+                self.output_node[k] = node(("out", k), shardings)
+
+    def _input_kind(self, v: int) -> Hashable:
+        """Inputs with equal avals, users and next value share a node when the program is folded."""
+        if len(self.shape.folded.members) == len(self.shape.clusters):
+            return v
+        users = tuple(sorted((self._class(u), self.shape.position.get(u, -1), k) for u, k in self.graph.uses.get(v, ())))
+        makers = tuple(
+            (self._class(self.graph.producer.get(self.graph.outputs[o], -1))) for o, w in self.tied.items() if w == v
+        )
+        return (self.graph.avals[v], users, makers, self.pins.get(v))
+
+    def _class(self, i: int) -> int:
+        c = self.shape.cluster_of.get(i)
+        return -1 if c is None else self.shape.folded.class_of[c]
+
+    def _vector(self, key: Hashable, make: Any) -> Vector:
+        found = self.vectors.get(key)
+        if found is None:
+            made = make()
+            found = self.vectors[key] = self.interned.setdefault(made, made)
+        return found
+
+    def _source(self, v: int) -> tuple[int, Vector]:
+        """Node and sharding by choice of a value where it is made."""
+        p = self.graph.producer.get(v)
+        if p is not None:
+            c, j = self._class(p), self.shape.position[p]
+            r = self.graph.ops[p].results.index(v)
+            return c, self._vector(("out", c, j, r), lambda: self.spaces[c].result(j, r))
+        if v in self.shape.member_input:
+            cluster, n = self.shape.member_input[v]
+            c = self.shape.folded.class_of[cluster]
+            return c, self._vector(("in", c, n), lambda: self.spaces[c].input(n))
+        return self._border(self.input_node[v])
+
+    def _values(self) -> dict[int, _Value]:
+        """Every value that depends on inputs, with its users outside its own cluster."""
+        graph = self.graph
+        found = {v: _Value(*self._source(v)) for v in graph.inputs}
+        for i, op in enumerate(graph.ops):
+            if i not in self.shape.cluster_of:
+                continue
+            c, j = self._class(i), self.shape.position[i]
+            for k, o in enumerate(op.operands):
+                if isinstance(o, Constant) or o in graph.free:
+                    continue
+                vector = self._vector(("use", c, j, k), lambda c=c, j=j, k=k: self.spaces[c].operand(j, k))
+                self._use(found[o], c, vector, i, k)
+            for r in op.results:
+                found[r] = _Value(*self._source(r))
+        for k, o in enumerate(graph.outputs):
+            if isinstance(o, int) and o not in graph.free:
+                node, vector = self._source(self.tied[k]) if k in self.tied else self._border(self.output_node[k])
+                self._use(found[o], node, vector, self.end, k)
+        return found
+
+    def _border(self, node: int) -> tuple[int, Vector]:
+        return node, self._vector(("border", node), lambda: self.borders[node])
+
+    def _use(self, value: _Value, node: int, vector: Vector, i: int, k: int) -> None:
+        layer = EARLY if self.last_phase[i] == "forward" else LATE
+        value.users.setdefault((node, vector, layer), []).append((i, k))
+
+    def _networks(self, values: Mapping[int, _Value]) -> list[Network]:
+        """One network per kind of value whose users may need another sharding than it has."""
+        kinds: dict[Hashable, list[tuple[int, _Value, list[tuple[int, Vector, int]]]]] = {}
+        for v, value in values.items():
+            wanted = [u for u in value.users if not self._same(value, u)]
+            if wanted:
+                aval, layers = self.graph.avals[v], self._layers(v, value, wanted)
+                users = sorted(wanted, key=lambda u: (u[0], u[2], id(u[1])))
+                kind = (value.node, id(value.vector), aval, tuple((n, id(w), k) for n, w, k in users), layers, v in self.graph.inputs)
+                kinds.setdefault(kind, []).append((v, value, users))
+        return [self._network(members) for members in kinds.values()]
+
+    def _same(self, value: _Value, user: tuple[int, Vector, int]) -> bool:
+        node, vector, _ = user
+        if node == value.node:
+            return vector == value.vector
+        return len(set(vector)) == 1 and set(vector) == set(value.vector)
+
+    def _layers(self, v: int, value: _Value, wanted: Sequence[tuple[int, Vector, int]]) -> int:
+        """Two layers where a value that matters to memory is converted for late uses long after it is made or read early."""
+        if not self.layered or self.graph.avals[v].nbytes <= self.small or not any(k == LATE for _, _, k in wanted):
+            return 1
+        member = self._member(v, value, wanted)
+        return 2 if member.late > member.early + 2 else 1
+
+    def _member(self, v: int, value: _Value, users: Sequence[tuple[int, Vector, int]]) -> Member:
+        made = self.graph.producer.get(v, -1)
+        early = [i for u in users if u[2] == EARLY for i, _ in value.users[u]]
+        late = [i for u in users if u[2] == LATE for i, _ in value.users[u]]
+        last = max((*early, *late))
+        first_late = min(late) if late else min(early)
+        return Member(v, tuple(tuple(value.users[u]) for u in users), made, max(early) if early else made, first_late, last)
+
+    def _network(self, members: list[tuple[int, _Value, list[tuple[int, Vector, int]]]]) -> Network:
+        v, value, users = members[0]
+        aval = self.graph.avals[v]
+        shardings = {s for s in value.vector} | {s for _, w, _ in users for s in w}
+        graph = self._states(aval, tuple(sorted({kind for s in shardings for _, kind in s.partial})))
+        layers = self._layers(v, value, users)
+        return Network(
+            value.node,
+            value.vector,
+            aval,
+            tuple(User(n, w, k) for n, w, k in users),
+            tuple(self._member(m, mv, mu) for m, mv, mu in members),
+            graph,
+            layers,
+            v in self.graph.inputs,
+        )
+
+    def _states(self, aval: Aval, kinds: tuple[Reduction, ...]) -> StateGraph:
+        key = (aval.shape, aval.dtype, kinds)
+        if key not in self.graphs:
+            self.graphs[key] = state_graph(aval, self.mesh, kinds, self.pricer.move)
+        return self.graphs[key]
+
+    def _state_bytes(self, network: Network) -> list[int]:
+        return [s.local_bytes(network.aval, self.mesh, self.pricer.as_written) for s in network.graph.states]
+
+    def _usages(self, values: Mapping[int, _Value]) -> list[Usage]:
+        """Bytes of every value in the sharding in which it is made, while it lives; equal intervals of one node are added up."""
+        total: dict[tuple[int, int, int], Floats] = {}
+        for v, value in values.items():
+            if self.graph.avals[v].nbytes <= self.small or not self._in_memory(v):
+                continue
+            start, stop = self._interval(v, value)
+            nbytes = np.array([s.local_bytes(self.graph.avals[v], self.mesh, self.pricer.as_written) for s in value.vector], float)
+            key = (value.node, start, stop)
+            total[key] = total[key] + nbytes if key in total else nbytes
+        return [Usage(node, start, stop, nbytes) for (node, start, stop), nbytes in total.items()]
+
+    def _in_memory(self, v: int) -> bool:
+        p = self.graph.producer.get(v)
+        return p is None or self.graph.ops[p].results.index(v) in self.shape.charges.writes[p]
+
+    def _interval(self, v: int, value: _Value) -> tuple[int, int]:
+        """From where a value is made to its last use as it is; inputs live throughout, and hold the state's next value too."""
+        p = self.graph.producer.get(v)
+        if p is None:
+            return 0, self.end + 1
+        if self._carried_out(v):
+            return p, p + 1
+        wanted = [u for u in value.users if not self._same(value, u)]
+        own = [i for u, uses in value.users.items() if u not in wanted for i, _ in uses]
+        last = max(own, default=p)
+        if wanted:
+            member = self._member(v, value, wanted)
+            last = max(last, member.early if self._layers(v, value, wanted) == 2 else member.last)
+        return p, min(last, self.end) + 1
+
+    def _carried_out(self, v: int) -> bool:
+        """Whether a value is the state's next one and goes to the buffer of the old one."""
+        if not self.shape.donated or v not in self.graph.output_values:
+            return False
+        return any(o == v and k in self.tied for k, o in enumerate(self.graph.outputs)) and not self.graph.uses.get(v)
+
+
+def layer_of(graph: Graph, use: Use) -> int:
+    """The layer in which a use reads: early in forward, late after."""
+    i, _ = use
+    return EARLY if i < len(graph.ops) and graph.ops[i].phase == "forward" else LATE

@@ -1,0 +1,210 @@
+"""Conversion trees as flows: per value a flow over elementary moves from the producer's sharding to each user's need.
+
+A move that several users share is paid once: each user's flow on an arc is at most the arc's opening, and the cost is on the
+opening. Where a value is wanted early (forward) and late (backward), the graph has two layers: waiting from one to the other
+holds memory, and moving again in the late layer costs time again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.intraop.states import Arc, StateGraph
+from autopar.ir.graph import Aval
+from autopar.ir.problem import SideColumns, SideRows
+from autopar.ir.sharding import TensorSharding
+
+Vector = tuple[TensorSharding, ...]
+Use = tuple[int, int]
+EARLY, LATE = 0, 1
+
+
+@dataclass(frozen=True)
+class User:
+    """A node that needs the value: its sharding by the node's choice, and the layer in which it reads."""
+
+    node: int
+    vector: Vector
+    layer: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """One value of a network: its uses by user, and when it is made, last read early, first and last read late (op indices)."""
+
+    value: int
+    uses: tuple[tuple[Use, ...], ...]
+    made: int
+    early: int
+    late: int
+    last: int
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The conversions of equal values: one flow problem, `len(members)` times.
+
+    `columns` gives, for each opening, its layer, its arc (None for waiting) and state.
+    """
+
+    producer: int
+    vector: Vector
+    aval: Aval
+    users: tuple[User, ...]
+    members: tuple[Member, ...]
+    graph: StateGraph
+    layers: int
+    held: bool
+
+
+@dataclass(frozen=True)
+class Opening:
+    """An arc that may be opened: a move within `layer`, or waiting in state `head` from early to late (`arc` is None)."""
+
+    layer: int
+    head: int
+    arc: Arc | None
+    column: int
+
+
+@dataclass
+class SideBuilder:
+    """Collects side columns and rows; choices are columns before them."""
+
+    num_choices: int
+    offsets: Sequence[int]
+    cost: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    usage: list[tuple[int, int, int, float]] = field(default_factory=list)
+    row: list[int] = field(default_factory=list)
+    column: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+    def add_column(self, cost: float, integer: bool) -> int:
+        """A side column in [0, 1]; returns its side index."""
+        self.cost.append(cost)
+        self.upper.append(1.0)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+    def add_row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
+        """A row over global columns."""
+        r = len(self.lower)
+        for c, v in terms:
+            self.row.append(r)
+            self.column.append(c)
+            self.value.append(v)
+        self.lower.append(lower)
+        self.high.append(upper)
+
+    def side(self, index: int) -> int:
+        """Global column of a side column."""
+        return self.num_choices + index
+
+    def finish(self) -> tuple[SideColumns, SideRows]:
+        usage = np.array(self.usage, dtype=np.float64).reshape(-1, 4)
+        columns = SideColumns(
+            np.array(self.cost, dtype=np.float64),
+            np.array(self.upper, dtype=np.float64),
+            np.array(self.integer, dtype=bool),
+            usage[:, 0].astype(np.int64),
+            usage[:, 1].astype(np.int64),
+            usage[:, 2].astype(np.int64),
+            usage[:, 3],
+        )
+        rows = SideRows(
+            np.array(self.row, dtype=np.int64),
+            np.array(self.column, dtype=np.int64),
+            np.array(self.value, dtype=np.float64),
+            np.array(self.lower, dtype=np.float64),
+            np.array(self.high, dtype=np.float64),
+        )
+        return columns, rows
+
+
+def add_network(network: Network, builder: SideBuilder, local_bytes: Sequence[int], small: float) -> tuple[Opening, ...]:
+    """Add a network's columns and rows. `local_bytes[s]` are the bytes of a form in state s; forms below `small` are not counted.
+
+    With one user its flow is the opening; with several, each has a flow of its own below the openings.
+    """
+    openings = _openings(network, builder)
+    for o in openings:
+        _charge(network, o, builder, local_bytes[o.head], small)
+    for user in network.users:
+        if len(network.users) == 1:
+            flow = {o: builder.side(o.column) for o in openings}
+        else:
+            usable = [o for o in openings if o.layer == EARLY and o.arc is not None or user.layer == LATE]
+            flow = {o: builder.side(builder.add_column(0.0, False)) for o in usable}
+            for o, column in flow.items():
+                builder.add_row([(column, 1.0), (builder.side(o.column), -1.0)], -np.inf, 0.0)
+        _conserve(network, user, flow, builder)
+    return openings
+
+
+def _openings(network: Network, builder: SideBuilder) -> tuple[Opening, ...]:
+    g, count = network.graph, len(network.members)
+    sources = frozenset(g.index[s] for s in network.vector)
+    if len(network.users) == 1:
+        arcs = g.useful(sources, frozenset(g.index[s] for s in network.users[0].vector))
+    else:
+        arcs = g.lean
+    several = len(network.users) > 1
+    found = []
+    used = {a.head for a in arcs} | sources
+    for layer in range(network.layers):
+        for a in arcs:
+            if a.tail in used:
+                found.append(Opening(layer, a.head, a, builder.add_column(a.seconds * count, several)))
+    if network.layers == 2:
+        found.extend(Opening(LATE, s, None, builder.add_column(0.0, several)) for s in sorted(used))
+    return tuple(found)
+
+
+def _charge(network: Network, opening: Opening, builder: SideBuilder, nbytes: int, small: float) -> None:
+    """Memory of the form that an opening makes or keeps, for each member."""
+    if nbytes <= small:
+        return
+    base = frozenset(network.graph.index[s] for s in network.vector)
+    for m in network.members:
+        if opening.arc is None:
+            if network.held and opening.head in base:
+                continue
+            start, stop = m.early + 1, m.late
+        elif network.layers == 2 and opening.layer == EARLY:
+            start, stop = max(m.made, 0), m.early + 1
+        else:
+            start, stop = m.late, m.last + 1
+        if start < stop:
+            builder.usage.append((opening.column, start, stop, float(nbytes)))
+
+
+def _conserve(network: Network, user: User, flow: dict[Opening, int], builder: SideBuilder) -> None:
+    """What a state receives it sends on or is needed there: one row per layer and state."""
+    g = network.graph
+    top = user.layer if network.layers == 2 else EARLY
+    rows: dict[tuple[int, int], dict[int, float]] = {}
+
+    def term(layer: int, state: int, column: int, value: float) -> None:
+        row = rows.setdefault((layer, state), {})
+        row[column] = row.get(column, 0.0) + value
+
+    for o, column in flow.items():
+        if o.arc is None:
+            term(EARLY, o.head, column, -1.0)
+            term(LATE, o.head, column, 1.0)
+        else:
+            term(o.layer, o.arc.tail, column, -1.0)
+            term(o.layer, o.head, column, 1.0)
+    for s, sharding in enumerate(network.vector):
+        term(EARLY, g.index[sharding], int(builder.offsets[network.producer]) + s, 1.0)
+    for s, sharding in enumerate(user.vector):
+        term(top, g.index[sharding], int(builder.offsets[user.node]) + s, -1.0)
+    for row in rows.values():
+        builder.add_row([(c, v) for c, v in row.items() if v], 0.0, 0.0)

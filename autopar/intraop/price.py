@@ -1,0 +1,153 @@
+"""What a plan costs, counted op by op and move by move on the unfolded graph: a second opinion on every solver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar import costs
+from autopar.costs import Charges, Pricer
+from autopar.intraop.connect import made
+from autopar.ir.graph import Constant, Graph
+from autopar.ir.plan import Collective, Leaf, PlannedMove, ShardingPlan, WholeOp
+from autopar.ir.rule import ShardingRule
+from autopar.ir.sharding import TensorSharding
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds per step: of ops, of collectives, of local copies between shardings, and of launching kernels."""
+
+    compute_s: float
+    communication_s: float
+    copies_s: float
+    launch_s: float
+    by_kind: tuple[tuple[str, float], ...]
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.communication_s + self.copies_s + self.launch_s
+
+
+def op_seconds(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, pricer: Pricer, charges: Charges, i: int) -> float:
+    """Seconds of op i as planned; ops that depend on no input are free."""
+    op = graph.ops[i]
+    if op.results and all(r in graph.free for r in op.results):
+        return 0.0
+    operands = [graph.aval(o) for o in op.operands]
+    results = [graph.avals[r] for r in op.results]
+    return pricer.op(op, rules[i], plan.strategies[i], operands, results, charges.reads[i], charges.writes[i])
+
+
+def price_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, pricer: Pricer, charges: Charges) -> Price:
+    """The price of a whole plan."""
+    kinds: dict[str, float] = {}
+    for i, op in enumerate(graph.ops):
+        kind = "matmul" if op.primitive in costs.MATMULS else "memory-bound"
+        kinds[kind] = kinds.get(kind, 0.0) + op_seconds(graph, rules, plan, pricer, charges, i)
+    compute = sum(kinds.values())
+    copies = communication = 0.0
+    for m in plan.moves:
+        if m.value in graph.free:
+            continue
+        seconds = pricer.move(m.move, m.source, graph.avals[m.value])
+        if m.move.communicates:
+            communication += seconds
+            kinds[m.move.kind] = kinds.get(m.move.kind, 0.0) + seconds
+        else:
+            copies += seconds
+    launch = pricer.cluster.launch_seconds * charges.num_groups
+    kinds |= {"local copies": copies, "launch": launch}
+    split = tuple(sorted(((k, s) for k, s in kinds.items() if s), key=lambda ks: -ks[1]))
+    return Price(compute, communication, copies, launch, split)
+
+
+def collectives(graph: Graph, plan: ShardingPlan, pricer: Pricer) -> tuple[Collective, ...]:
+    """The planned collectives, in the order of their ids."""
+    carried_from = {v: n for v, n in zip(graph.inputs, graph.input_names, strict=False)}
+    found = []
+    for m in plan.moves:
+        if not m.move.communicates:
+            continue
+        aval = graph.avals[m.value]
+        dtype = m.source.local_dtype(aval.dtype, pricer.as_written)
+        moved = {"bool": "uint8"}.get(dtype, dtype)
+        purpose, phase, source = _why(graph, m, carried_from)
+        found.append(
+            Collective(
+                m.id,
+                m.move.kind,
+                m.move.axes,
+                plan.mesh.size(m.move.axes),
+                pricer.move_bytes(m.source, aval),
+                moved,
+                1,
+                pricer.move(m.move, m.source, aval),
+                purpose,
+                phase,
+                source,
+            )
+        )
+    return tuple(found)
+
+
+_VERBS = {"all_gather": "gather", "all_reduce": "sum", "reduce_scatter": "sum and scatter", "all_to_all": "exchange"}
+
+
+def _why(graph: Graph, m: PlannedMove, names: dict[int, str]) -> tuple[str, str, str]:
+    """Purpose in words, phase and source line of a move."""
+    verb = _VERBS[m.move.kind] if m.move.kind != "all_reduce" or m.move.reduction == "sum" else m.move.reduction
+    readers = [i for i, _ in graph.uses.get(m.value, ())]
+    if m.value in names:
+        first = graph.ops[m.gate if m.gate >= 0 else readers[0]] if readers else None
+        again = " again" if m.generation else ""
+        return f"{verb} {names[m.value]}{again}", first.phase if first else "update", first.source if first else ""
+    op = graph.ops[graph.producer[m.value]]
+    where = f" in {op.scope}" if op.scope else ""
+    return f"{verb} {op.primitive}{where}", op.phase, op.source
+
+
+def leaves(graph: Graph, plan: ShardingPlan, roles: Sequence[str]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    """Inputs and outputs with their shardings; `roles` has one word per input."""
+    inputs = tuple(
+        Leaf(name, graph.avals[v].shape, graph.avals[v].dtype, role, s)
+        for v, name, role, s in zip(graph.inputs, graph.input_names, roles, plan.inputs, strict=True)
+    )
+    outputs = tuple(
+        Leaf(name, graph.aval(o).shape, graph.aval(o).dtype, "output", s)
+        for o, name, s in zip(graph.outputs, graph.output_names, plan.outputs, strict=True)
+    )
+    return inputs, outputs
+
+
+def whole_ops(
+    graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, pricer: Pricer, charges: Charges, ruled: Sequence[bool]
+) -> tuple[WholeOp, ...]:
+    """Ops that matter and are not cut though the mesh has more than one device, by source line, dearest first."""
+    found: dict[tuple[str, str, bool], list[float]] = {}
+    if plan.mesh.num_devices == 1:
+        return ()
+    for i, op in enumerate(graph.ops):
+        if plan.strategies[i].cuts or (ruled[i] and op.primitive not in costs.MATMULS):
+            continue
+        work = costs.flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results])
+        seconds = op_seconds(graph, rules, plan, pricer, charges, i)
+        entry = found.setdefault((op.primitive, op.source, ruled[i]), [0, 0.0, 0.0])
+        found[op.primitive, op.source, ruled[i]] = [entry[0] + 1, entry[1] + work, entry[2] + seconds]
+    ordered = sorted(found.items(), key=lambda kv: -kv[1][2])
+    return tuple(WholeOp(p, s, int(n), work, seconds, rule) for (p, s, rule), (n, work, seconds) in ordered)
+
+
+def argument_bytes(graph: Graph, plan: ShardingPlan) -> int:
+    """Bytes of the inputs on one device."""
+    return sum(s.local_bytes(graph.avals[v], plan.mesh) for v, s in zip(graph.inputs, plan.inputs, strict=True))
+
+
+def value_shardings(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan) -> dict[int, TensorSharding]:
+    """Value -> the sharding in which it is made."""
+    return made(graph, rules, plan.strategies, plan.inputs)
+
+
+def literal_outputs(graph: Graph) -> tuple[int, ...]:
+    """Positions of outputs that are literals."""
+    return tuple(k for k, o in enumerate(graph.outputs) if isinstance(o, Constant))

@@ -1,0 +1,419 @@
+"""Relaxation, reduced-cost fixing and branch and bound with HiGHS, for one linear objective over a programme with lazy memory rows.
+
+*Scaling.* Costs are divided by a unit such that the optimum is about 10^4: a dual tolerance of 1e-7 on each of a thousand columns is then
+1e-8 of the objective, for sums of 1e-7 seconds as for sums of 10^11. The unit is a guess before the relaxation, corrected once by
+its value. Memory rows are divided so that the budget is 10^3: coefficients down to 1e-12 of the budget survive HiGHS' threshold for small
+values, and its tolerance of 1e-8 is 1e-11 of the budget. What tolerances still let through is cut off exactly (`_cover`).
+
+*Fresh objects.* HiGHS reported wrong objectives when a programme with integers was run twice on one object, so only the
+pure relaxation is ever re-run, and each value is recomputed from its solution.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+from autopar.errors import CheckError, SolverError
+from autopar.intraop.evaluate import allowed_bytes, choice_of
+from autopar.intraop.solvers.memory import MemoryRows
+from autopar.intraop.solvers.programme import Programme
+from autopar.ir.problem import Floats, Problem
+
+SCALED_OPTIMUM = 1e4
+SCALED_BUDGET = 1e3
+INTEGRAL = 1e-6
+REPORT_TOLERANCE = 1e-6
+LONGEST_SETTLE_S = 3.0
+"""Seconds that the side columns of fixed strategies may take, also past the deadline: there may be no other answer."""
+
+FAILURES = 3
+"""After so many spreads within which nothing fits, all columns are opened."""
+
+Log = Callable[[str], None]
+
+
+class Unsatisfiable(Exception):
+    """No point satisfies the rows that were stated."""
+
+
+class OutOfTime(Exception):
+    """The deadline passed before the relaxation was solved."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A solution of one run: column values, its value in the objective's own unit, and (relaxation only) reduced costs."""
+
+    values: Floats
+    value: float
+    reduced: Floats = field(default_factory=lambda: np.zeros(0))
+
+
+@dataclass(frozen=True)
+class Run:
+    """How one branch and bound ended: `point` None where none was found; `bound` holds for the columns that were open."""
+
+    point: Point | None
+    bound: float
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Strategies and side columns that satisfy everything, and their value in the objective's unit."""
+
+    choice: tuple[int, ...]
+    side: Floats
+    value: float
+
+
+Judge = Callable[[tuple[int, ...], Floats], float | None]
+"""The exact value of an answer, or None where it is not allowed or does not fit."""
+
+
+Repair = Callable[["Branch", tuple[int, ...]], tuple[tuple[int, ...], Floats] | None]
+"""Strategies near those given and side columns that go with them, or None where none were found."""
+
+
+class Branch:
+    """Minimises `model` under `limit` bytes at every time; with `peak` a last column of the model stands for the limit.
+
+    `best` is the best answer so far, `bound` the proven bound: both are good at any moment, which is what makes the solve anytime.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        model: Programme,
+        memory: MemoryRows,
+        judge: Judge,
+        repair: Repair,
+        *,
+        limit: float,
+        peak: bool = False,
+        gap: float,
+        deadline: float,
+        log: Log,
+    ):
+        self.problem, self.model, self.memory = problem, model, memory
+        self.judge, self.repair = judge, repair
+        self.limit, self.peak, self.gap, self.deadline, self.log = limit, peak, gap, deadline, log
+        self.times: list[int] = []
+        self.covers: list[np.ndarray] = []
+        self.best: Answer | None = None
+        self.bound = least_sum(model)
+        self.unit = max(abs(self.bound), float(np.abs(model.cost).max(initial=0.0)) * 1e-3, 1e-300) / SCALED_OPTIMUM
+        self.starts = list[Floats]()
+
+    def minimise(self) -> None:
+        """Runs until proven within the gap or out of time; `Unsatisfiable` where nothing fits."""
+        if not len(self.model.cost):
+            self.take((), np.zeros(0), self.judge((), np.zeros(0)))
+            if self.best is None:
+                raise Unsatisfiable
+            return
+        try:
+            relaxed = self.relax()
+        except OutOfTime:
+            return
+        self.bound = max(self.bound, relaxed.value)
+        self.log(f"relaxation {relaxed.value:.9g} with {len(self.times)} memory rows")
+        self.starts.append(relaxed.values)
+        self.offer(relaxed.values)
+        if not self.closed:
+            self.close(relaxed)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best answer is proven within the gap."""
+        return self.best is not None and self.best.value - self.bound <= self.gap * abs(self.best.value) + 1e-12 * self.unit
+
+    @property
+    def late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self.deadline
+
+    def relax(self) -> Point:
+        """The relaxation with every memory row that it violates, re-scaled once if its value shows that the unit was a bad guess."""
+        solver, point = self.relax_once()
+        size = max(abs(point.value), abs(point.value - self.model.constant)) / self.unit
+        if size and not SCALED_OPTIMUM / 1e2 <= size <= SCALED_OPTIMUM * 1e2:
+            self.unit *= size / SCALED_OPTIMUM
+            solver, point = self.relax_once()
+        while times := self.violated(point.values):
+            self.times += times
+            for at in times:
+                self.add_rows(solver, [self.memory_row(at)])
+            point = self.run_relaxation(solver)
+        return point
+
+    def relax_once(self) -> tuple[highspy.Highs, Point]:
+        solver = self.fresh(np.zeros_like(self.model.upper), self.model.upper, integers=False)
+        return solver, self.run_relaxation(solver)
+
+    def run_relaxation(self, solver: highspy.Highs) -> Point:
+        self.limit_time(solver)
+        solver.run()
+        status = solver.getModelStatus()
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            raise Unsatisfiable
+        if status == highspy.HighsModelStatus.kTimeLimit:
+            raise OutOfTime
+        if status != highspy.HighsModelStatus.kOptimal:
+            raise SolverError(f"HiGHS ended the relaxation with `{solver.modelStatusToString(status)}`. Try another solver.")
+        solution = solver.getSolution()
+        return Point(*self.checked(solver, solution), np.array(solution.col_dual) * self.unit)
+
+    def checked(self, solver: highspy.Highs, solution: highspy.HighsSolution) -> tuple[Floats, float]:
+        """Values and `c.x`, recomputed; a report that differs is a fault of the solver that must not pass."""
+        values = np.array(solution.col_value)
+        value = float(self.model.cost @ values) + self.model.constant
+        reported = solver.getInfo().objective_function_value * self.unit
+        size = max(float(np.abs(self.model.cost) @ np.abs(values)), abs(self.model.constant), self.unit)
+        if abs(value - reported) > REPORT_TOLERANCE * size:
+            raise CheckError(f"HiGHS reports an objective of {reported:.9g}, and its own solution is worth {value:.9g}")
+        return values, value
+
+    def close(self, relaxed: Point) -> None:
+        """Branch and bound on the columns whose reduced cost leaves them a chance, with a spread that grows until it is proven enough.
+
+        No answer within `spread` of the relaxation uses a column of a larger reduced cost.
+        """
+        spread, failures = self.first_spread(relaxed), 0
+        while not self.late and not self.closed:
+            lower, upper, everything = self.narrowed(relaxed, spread)
+            self.log(f"{int(np.sum(upper > lower))} of {len(upper)} columns open within {spread:.3g} of the relaxation")
+            try:
+                run = self.branch(lower, upper)
+            except Unsatisfiable:
+                if everything:
+                    raise
+                self.bound = max(self.bound, relaxed.value + spread)
+                failures += 1
+                spread = 4 * spread if failures < FAILURES else np.inf
+                continue
+            if run.point is not None and run.point.value < relaxed.value - REPORT_TOLERANCE * max(abs(relaxed.value), self.unit):
+                raise CheckError(f"HiGHS reports {run.point.value:.9g}, which is below its own relaxation, {relaxed.value:.9g}")
+            self.bound = max(self.bound, run.bound if everything else min(run.bound, relaxed.value + spread))
+            if everything or self.closed or not run.finished or self.best is None:
+                return
+            needed = (self.best.value - relaxed.value) * (1 + 1e-9)
+            spread = min(needed, 8 * spread) if needed > spread else 2 * spread
+
+    def first_spread(self, relaxed: Point) -> float:
+        """0.3 % of the relaxation, or what the best answer proves to be enough when that is under 1 %."""
+        size = abs(relaxed.value)
+        if self.best is not None and self.best.value - relaxed.value <= 0.01 * size:
+            return (self.best.value - relaxed.value) * (1 + 1e-6) + 1e-9 * self.unit
+        return max(0.003 * size, self.unit)
+
+    def narrowed(self, relaxed: Point, spread: float) -> tuple[Floats, Floats, bool]:
+        """Bounds that any answer within `spread` of the relaxation obeys, and whether they are the original ones."""
+        lower, upper = np.zeros_like(self.model.upper), self.model.upper.copy()
+        reduced, values = relaxed.reduced, relaxed.values
+        priced = np.abs(reduced) > 1e-9 * self.unit
+        reach = np.divide(spread, np.abs(reduced), out=np.full_like(reduced, np.inf), where=priced)
+        at_lower = (reduced > 0) & (values <= INTEGRAL)
+        at_upper = (reduced < 0) & (values >= upper - INTEGRAL) & np.isfinite(upper)
+        upper[at_lower] = np.minimum(upper, reach)[at_lower]
+        lower[at_upper] = np.maximum(0.0, upper[at_upper] - reach[at_upper])
+        sides = slice(self.model.num_choices, self.columns)
+        whole = np.isfinite(upper)
+        whole[sides] &= self.model.integer[sides]
+        if self.peak:
+            whole[-1] = False
+        upper[whole] = np.floor(upper[whole] + INTEGRAL)
+        lower[whole] = np.ceil(lower[whole] - INTEGRAL)
+        return lower, upper, bool(np.all(lower == 0) and np.all(upper == self.model.upper))
+
+    def branch(self, lower: Floats, upper: Floats) -> Run:
+        """Branch and bound on fresh objects, once more with each memory row or cover that the answer violates."""
+        while True:
+            solver = self.fresh(lower, upper, integers=True)
+            self.limit_time(solver)
+            solver.run()
+            status, info = solver.getModelStatus(), solver.getInfo()
+            if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+                raise Unsatisfiable
+            finished = status == highspy.HighsModelStatus.kOptimal
+            if not finished and status != highspy.HighsModelStatus.kTimeLimit:
+                raise SolverError(f"HiGHS ended branch and bound with `{solver.modelStatusToString(status)}`. Try another solver.")
+            bound = info.mip_dual_bound * self.unit
+            if info.primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
+                return Run(None, bound, finished)
+            values, value = self.checked(solver, solver.getSolution())
+            self.offer(values)
+            self.starts.append(values)
+            if not self.tighten(values) or self.late:
+                return Run(Point(values, value), bound, finished)
+            self.log(f"{len(self.times)} memory rows, {len(self.covers)} covers")
+
+    def tighten(self, values: Floats) -> bool:
+        """Adds what an integral answer violates; whether there was anything to add."""
+        rounded = self.rounded(values)
+        times = self.violated(rounded)
+        self.times += times
+        if times or self.peak:
+            return bool(times)
+        usage = self.memory.usage(rounded[: self.columns])
+        worst = int(np.argmax(usage)) if usage.size else 0
+        if not usage.size or usage[worst] <= allowed_bytes(self.problem):
+            return False
+        cover = self.cover(worst, rounded)
+        if cover is not None:
+            self.covers.append(cover)
+        return cover is not None
+
+    def cover(self, at: int, rounded: Floats) -> np.ndarray | None:
+        """Strategies that together exceed the limit at a time by themselves: not all of them can be chosen.
+
+        This is how an excess that HiGHS' tolerance lets through is cut off without touching any answer that fits. None where
+        side columns are part of the excess, or usages below zero could make up for it.
+        """
+        columns, nbytes = self.memory.row(at)
+        chosen = (columns < self.model.num_choices) & (rounded[columns] > 0.5)
+        over = float(nbytes[chosen].sum()) + float(self.memory.fixed[at]) > allowed_bytes(self.problem)
+        return columns[chosen] if over and chosen.any() and nbytes.min() >= 0 else None
+
+    @property
+    def columns(self) -> int:
+        return self.model.num_choices + self.model.num_side
+
+    def rounded(self, values: Floats) -> Floats:
+        """Strategies as ones and zeros."""
+        result = values.copy()
+        result[: self.model.num_choices] = 0.0
+        result[self.problem.offsets[:-1] + choice_of(self.problem, values)] = 1.0
+        return result
+
+    def violated(self, values: Floats) -> list[int]:
+        """Times to add a memory row for."""
+        limit = float(values[-1]) * self.byte_unit if self.peak else self.limit
+        if not np.isfinite(limit):
+            return []
+        return self.memory.worst_times(self.memory.usage(values[: self.columns]), limit * (1 + 1e-9), set(self.times))
+
+    def offer(self, values: Floats) -> None:
+        """Makes an answer of a point, fractional or not, by rounding strategies and repairing what that breaks; the best is kept."""
+        choice = tuple(int(p) for p in choice_of(self.problem, values))
+        side = self.snapped(values[self.model.num_choices : self.columns])
+        value = self.judge(choice, side)
+        if value is None:
+            repaired = self.repair(self, choice)
+            if repaired is None:
+                return
+            choice, side = repaired
+            value = self.judge(choice, side)
+        self.take(choice, side, value)
+
+    def take(self, choice: tuple[int, ...], side: Floats, value: float | None) -> None:
+        if value is not None and (self.best is None or value < self.best.value):
+            self.best = Answer(choice, side, value)
+            self.log(f"answer {value:.9g}")
+
+    def snapped(self, side: Floats) -> Floats:
+        """Side values that are whole up to tolerance are whole; none is outside its bounds."""
+        side = np.clip(side, 0.0, self.problem.side.upper)
+        return np.where(np.abs(side - np.round(side)) <= INTEGRAL, np.round(side), side)
+
+    def settle(self, choice: tuple[int, ...]) -> Floats | None:
+        """The best side columns for fixed strategies, or None where none fit."""
+        lower, upper = np.zeros_like(self.model.upper), self.model.upper.copy()
+        upper[: self.model.num_choices] = 0.0
+        chosen = self.problem.offsets[:-1] + np.array(choice, np.int64)
+        lower[chosen] = upper[chosen] = 1.0
+        times = list(self.times)
+        while True:
+            solver = self.fresh(lower, upper, integers=True, times=times)
+            solver.setOptionValue("time_limit", LONGEST_SETTLE_S)
+            solver.run()
+            if solver.getInfo().primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
+                return None
+            values = np.array(solver.getSolution().col_value)
+            new = [t for t in self.violated(values) if t not in times]
+            if not new:
+                return self.snapped(values[self.model.num_choices : self.columns])
+            times += new
+
+    def fresh(self, lower: Floats, upper: Floats, *, integers: bool, times: list[int] | None = None) -> highspy.Highs:
+        """A new HiGHS object with the programme in scaled units and all memory rows known so far."""
+        solver = _Highs()
+        for option, value in _OPTIONS.items():
+            solver.setOptionValue(option, value)
+        solver.setOptionValue("mip_rel_gap", self.gap / 2)
+        solver.setOptionValue("mip_abs_gap", 1e-9)
+        model, matrix = self.model, self.model.matrix
+        args = (
+            matrix.shape[1], matrix.shape[0], matrix.nnz, int(highspy.MatrixFormat.kRowwise), int(highspy.ObjSense.kMinimize),
+            model.constant / self.unit, model.cost / self.unit, lower, upper, model.row_lower, model.row_upper,
+            matrix.indptr.astype(np.int32), matrix.indices.astype(np.int32), matrix.data, model.integer.astype(np.int32) * integers,
+        )  # fmt: skip
+        if solver.passModel(*args) == highspy.HighsStatus.kError:
+            raise SolverError("HiGHS refused the programme: a cost or bound is not a number")
+        rows = [self.memory_row(at) for at in (self.times if times is None else times)]
+        rows += [(cover, np.ones(len(cover)), len(cover) - 1.0) for cover in self.covers]
+        self.add_rows(solver, rows)
+        return solver
+
+    @property
+    def byte_unit(self) -> float:
+        """Bytes that a scaled memory row counts as one."""
+        limit = self.limit if np.isfinite(self.limit) else 0.0
+        return max(limit, 1e-6 * float(self.memory.nbytes.max(initial=1.0))) / SCALED_BUDGET
+
+    def memory_row(self, at: int) -> tuple[np.ndarray, Floats, float]:
+        columns, nbytes = self.memory.row(at)
+        if self.peak:
+            columns, nbytes = np.append(columns, len(self.model.cost) - 1), np.append(nbytes, -self.byte_unit)
+        room = -self.memory.fixed[at] if self.peak else self.limit - self.memory.fixed[at]
+        return columns, nbytes / self.byte_unit, float(room / self.byte_unit)
+
+    @staticmethod
+    def add_rows(solver: highspy.Highs, rows: list[tuple[np.ndarray, Floats, float]]) -> None:
+        for columns, values, upper in rows:
+            bounds = np.array([-highspy.kHighsInf]), np.array([upper])
+            solver.addRows(1, *bounds, len(columns), np.zeros(1, np.int32), columns.astype(np.int32), values)
+
+    def limit_time(self, solver: highspy.Highs) -> None:
+        """Lets a run last until the deadline (HiGHS counts the time of all runs of an object)."""
+        if np.isfinite(self.deadline):
+            solver.setOptionValue("time_limit", solver.getRunTime() + max(0.01, self.deadline - time.monotonic()))
+
+
+def least_sum(model: Programme) -> float:
+    """A bound without solving: the cheapest strategy of each node, no cell, and every side column at its cheaper bound."""
+    below = np.minimum(model.cost, 0.0)
+    sides = slice(model.num_choices, model.num_choices + model.num_side)
+    extra = np.where(below[sides] < 0, below[sides] * model.upper[sides], 0.0)
+    first = model.matrix[: _num_nodes(model)]
+    nodes = [model.cost[first.indices[a:b]].min() for a, b in zip(first.indptr[:-1], first.indptr[1:], strict=True)]
+    return float(np.sum(nodes) + extra.sum() + model.constant)
+
+
+def _num_nodes(model: Programme) -> int:
+    """The first rows choose one strategy per node: each strategy is in exactly one of them."""
+    starts = model.matrix.indptr
+    return int(np.searchsorted(starts, model.num_choices))
+
+
+class _Highs(highspy.Highs):
+    """HiGHS without its callbacks, whose set-up prints a banner to standard output that no option turns off."""
+
+    def __init__(self):
+        super(highspy.Highs, self).__init__()
+
+
+_OPTIONS = {
+    "output_flag": False,
+    "threads": 1,
+    "parallel": "off",
+    "primal_feasibility_tolerance": 1e-8,
+    "dual_feasibility_tolerance": 1e-7,
+    "mip_feasibility_tolerance": 1e-7,
+    "small_matrix_value": 1e-12,
+}

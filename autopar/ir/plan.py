@@ -1,0 +1,177 @@
+"""What was decided, as data: strategies per op, conversions per value, and what they are predicted to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.sharding import Axes, Move, TensorSharding
+from autopar.ir.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMove:
+    """A move applied to one value. Forms of a value are told apart by sharding and generation.
+
+    Generation 0 is made at the first use; generation 1 is made again for backward, after the op `gate` has its other operands
+    (so that the compiler neither merges it with the first nor starts it early). `id` names collectives: `c0`, `c1`, ...; moves
+    without communication have none.
+    """
+
+    value: int
+    move: Move
+    source: TensorSharding
+    target: TensorSharding
+    id: str = ""
+    generation: int = 0
+    source_generation: int = 0
+    gate: int = -1
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """A strategy for each op, the shardings at the border, and the moves between.
+
+    `inputs` and `outputs` follow the graph's. A use, `(op index, operand position)`, reads generation 0 of its operand in the
+    sharding that its strategy needs, or generation 1 if it is listed in `regenerated`. Outputs count as uses of op `len(ops)`.
+    """
+
+    mesh: LogicalMesh
+    strategies: tuple[Strategy, ...]
+    inputs: tuple[TensorSharding, ...]
+    outputs: tuple[TensorSharding, ...]
+    moves: tuple[PlannedMove, ...] = ()
+    regenerated: frozenset[tuple[int, int]] = frozenset()
+
+    @cached_property
+    def moves_of(self) -> Mapping[int, tuple[PlannedMove, ...]]:
+        """Value -> its moves, each after the moves that it builds on."""
+        found: dict[int, list[PlannedMove]] = {}
+        for m in self.moves:
+            found.setdefault(m.value, []).append(m)
+        return {v: tuple(ms) for v, ms in found.items()}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One input or output of the step: its path in the argument tree, what it is for, and where it lies."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+    sharding: TensorSharding
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A planned collective. `nbytes` is the operand's on one device, in the dtype that moves; `times` per step."""
+
+    id: str
+    kind: str
+    axes: Axes
+    group_size: int
+    nbytes: int
+    dtype: str
+    times: int
+    seconds: float
+    purpose: str
+    phase: str
+    source: str
+
+
+@dataclass(frozen=True)
+class WholeOp:
+    """An op that every device runs whole, for want of a rule or of a strategy that is worth it."""
+
+    primitive: str
+    source: str
+    count: int
+    flops: float
+    seconds: float
+    has_rule: bool
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions per step and per device: seconds, bytes, FLOPs (whole program), model FLOPs utilisation in [0, 1]."""
+
+    step_time_s: float = 0.0
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    exposed_communication_s: float = 0.0
+    bubble_s: float = 0.0
+    peak_bytes: int = 0
+    argument_bytes: int = 0
+    temp_bytes: int = 0
+    flops: float = 0.0
+    mfu: float = 0.0
+
+
+@dataclass(frozen=True)
+class Solve:
+    """How the programme was solved. `scope` says for what the bound holds: the whole `program`, or within its `fold`."""
+
+    solver: str = "none"
+    status: str = "none"
+    objective: float = 0.0
+    bound: float = 0.0
+    gap: float = 0.0
+    variables: int = 0
+    constraints: int = 0
+    scope: str = "program"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds that planning took."""
+
+    trace_s: float = 0.0
+    enumerate_s: float = 0.0
+    solve_s: float = 0.0
+    stages_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a plan. A plan refers to ops and leaves by canonical index and path; `fingerprint` ties it to its program.
+
+    `cost_split` gives predicted seconds by kind (`matmul`, `memory-bound`, `all_reduce`, ...), `live` what fills the memory
+    peak as (what, bytes), `candidates` the logical meshes tried with the objective of each.
+    """
+
+    fingerprint: str
+    target: str
+    cluster: Mapping[str, Any]
+    sharding: ShardingPlan
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    collectives: tuple[Collective, ...]
+    whole: tuple[WholeOp, ...]
+    predicted: Predicted
+    solve: Solve
+    timings: Timings
+    cost_split: tuple[tuple[str, float], ...] = ()
+    live: tuple[tuple[str, int], ...] = ()
+    candidates: tuple[tuple[str, float], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    jax_version: str = ""
+    stages: tuple[Any, ...] = ()
+    microbatches: int = 1
+    schedule: str = "none"
+    remat: str = "none"
+    schema: int = 1
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        return self.sharding.mesh
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Axis name -> size."""
+        return dict(zip(self.mesh.names, self.mesh.sizes, strict=True))

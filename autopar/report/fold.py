@@ -1,0 +1,149 @@
+"""Repeated things of a plan as one: leaves of equal layers, collectives that do the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autopar.ir.graph import Aval
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import Collective, Leaf, Plan
+from autopar.ir.sharding import TensorSharding
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class LeafGroup:
+    """Leaves that differ in the numbers of their paths alone. `nbytes` on one device, all of them together."""
+
+    path: str
+    count: int
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: TensorSharding
+    nbytes: int
+
+    @property
+    def type_text(self) -> str:
+        return str(Aval(self.shape, self.dtype))
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """Collectives of one kind, over the same axes, in the same phase, for the same purpose; all of it per step."""
+
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    purpose: str
+    count: int
+    times: int
+    nbytes: int
+    seconds: float
+
+
+def leaf_bytes(leaf: Leaf, mesh: LogicalMesh) -> int:
+    """Bytes of a leaf on one device."""
+    return leaf.sharding.local_bytes(Aval(leaf.shape, leaf.dtype), mesh)
+
+
+def fold_leaves(leaves: Iterable[Leaf], mesh: LogicalMesh) -> tuple[LeafGroup, ...]:
+    """Leaves with equal role, type and sharding folded by the numbers in their paths, in order of first appearance."""
+    alike: dict[tuple[object, ...], list[Leaf]] = {}
+    for leaf in leaves:
+        key = (without_numbers(leaf.path), leaf.role, leaf.shape, leaf.dtype, leaf.sharding)
+        alike.setdefault(key, []).append(leaf)
+    groups = []
+    for members in alike.values():
+        first = members[0]
+        each = leaf_bytes(first, mesh)
+        for path, count in fold_paths([m.path for m in members]):
+            groups.append(LeafGroup(path, count, first.role, first.shape, first.dtype, first.sharding, count * each))
+    return tuple(groups)
+
+
+def without_numbers(text: str) -> str:
+    """`layers_3/w` -> `layers_*/w`."""
+    return _NUMBER.sub("*", text)
+
+
+def fold_paths(paths: Sequence[str]) -> list[tuple[str, int]]:
+    """Paths that differ in their numbers alone, as few patterns that stand for exactly these: (pattern, how many).
+
+    >>> fold_paths(["h_0/w", "h_1/w", "h_2/w"])
+    [('h_{0..2}/w', 3)]
+    >>> fold_paths(["h_0/d_0", "h_0/d_1", "h_1/d_1"])
+    [('h_0/d_{0..1}', 2), ('h_1/d_1', 1)]
+    """
+    numbers = [tuple(_NUMBER.findall(p)) for p in paths]
+    columns = [list(dict.fromkeys(column)) for column in zip(*numbers, strict=True)]
+    if prod(map(len, columns)) != len(set(numbers)):
+        widest = next(i for i, column in enumerate(columns) if len(column) > 1)
+        parts = [[p for p, n in zip(paths, numbers, strict=True) if n[widest] == value] for value in columns[widest]]
+        return [pattern for part in parts for pattern in fold_paths(part)]
+    written = iter(map(_range_text, columns))
+    return [(_NUMBER.sub(lambda _: next(written), paths[0]), len(paths))]
+
+
+def _range_text(values: list[str]) -> str:
+    if len(values) == 1:
+        return values[0]
+    numbers = sorted(map(int, values))
+    if numbers == list(range(numbers[0], numbers[0] + len(numbers))) and all(str(int(v)) == v for v in values):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return f"{{{','.join(values)}}}"
+
+
+def fold_collectives(collectives: Iterable[Collective]) -> tuple[CollectiveGroup, ...]:
+    """Collectives grouped by kind, axes, phase and purpose (numbers in it left out), the dearest group first."""
+    alike: dict[tuple[object, ...], list[Collective]] = {}
+    for c in collectives:
+        alike.setdefault((c.kind, c.axes, c.phase, without_numbers(c.purpose)), []).append(c)
+    groups = [
+        CollectiveGroup(
+            members[0].kind,
+            members[0].axes,
+            members[0].phase,
+            members[0].purpose if len({m.purpose for m in members}) == 1 else without_numbers(members[0].purpose),
+            len(members),
+            sum(m.times for m in members),
+            sum(step_bytes(m) for m in members),
+            sum(step_seconds(m) for m in members),
+        )
+        for members in alike.values()
+    ]
+    return tuple(sorted(groups, key=lambda g: (-g.seconds, -g.nbytes, g.kind, g.axes)))
+
+
+def step_bytes(collective: Collective) -> int:
+    """Bytes that a collective moves per device and step."""
+    return collective.nbytes * collective.times
+
+
+def step_seconds(collective: Collective) -> float:
+    """Seconds that a collective takes per step; `Collective.seconds` is for one time."""
+    return collective.seconds * collective.times
+
+
+def cluster_name(plan: Plan) -> str:
+    """The cluster as the user wrote it."""
+    return str(plan.cluster.get("name", "")) or f"{plan.mesh.num_devices} devices"
+
+
+def memory_budget(plan: Plan) -> int | None:
+    """Bytes that the plan may use on a device: `Options.memory_bytes`, or its `memory_fraction` of the device; None where unknown."""
+    asked = plan.options.get("memory_bytes")
+    if asked:
+        return int(asked)
+    device = plan.cluster.get("device", plan.cluster)
+    there = device.get("memory_bytes") if hasattr(device, "get") else None
+    return int(there * float(plan.options.get("memory_fraction") or 1.0)) if there else None
+
+
+def number_of_stages(plan: Plan) -> int:
+    """Pipeline stages; 1 where the model is not cut."""
+    return max(1, len(plan.stages))

@@ -1,0 +1,149 @@
+"""A plan as tables for the terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.ir.plan import Plan, WholeOp
+from autopar.report.fold import cluster_name, fold_collectives, fold_leaves, memory_budget, number_of_stages
+from autopar.report.units import axes_text, bytes_text, count_text, percent_text, seconds_text
+
+ROLES = {"state": "State", "batch": "Batch", "constant": "Constants"}
+BAR = 30
+
+
+def plan_table(plan: Plan) -> Group:
+    """What was decided and what it is predicted to cost, as a rich renderable. `render` turns it into text."""
+    parts: list[RenderableType] = [_header(plan), *_leaf_tables(plan)]
+    if plan.collectives:
+        parts += ["", _collective_table(plan)]
+    if plan.whole:
+        parts += ["", _whole_table(plan.whole)]
+    if plan.notes:
+        parts += ["", Text("Notes", style="bold"), *(Text(f"  {note}") for note in plan.notes)]
+    return Group(*parts)
+
+
+def render(renderable: RenderableType, width: int = 120) -> str:
+    """A rich renderable as plain text, without colour or trailing blanks."""
+    out = io.StringIO()
+    Console(file=out, width=width, no_color=True, force_terminal=False, legacy_windows=False).print(renderable)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def header_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The plan in a few lines: (what, text)."""
+    rows = [
+        ("mesh", f"{plan.mesh} ({plan.mesh.num_devices} devices of {cluster_name(plan)})"),
+        ("schedule", schedule_text(plan)),
+        ("step time", _step_text(plan)),
+        ("memory", _memory_text(plan)),
+    ]
+    if plan.predicted.flops:
+        rows.append(("compute", f"{count_text(plan.predicted.flops, 'FLOP')} per step, {percent_text(plan.predicted.mfu)} of peak"))
+    return [*rows, ("solved", _solve_text(plan))]
+
+
+def schedule_text(plan: Plan) -> str:
+    """Stages, microbatches, schedule and rematerialisation in words."""
+    stages = number_of_stages(plan)
+    parts = ["one stage" if stages == 1 else f"{stages} stages, {plan.schedule}"]
+    parts.append("one microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches")
+    return ", ".join([*parts, "nothing recomputed" if plan.remat == "none" else f"remat {plan.remat}"])
+
+
+def _header(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.title = Text(f"Plan for {plan.target or 'a function'}", style="bold")
+    table.title_justify = "left"
+    for what, text in header_rows(plan):
+        table.add_row(Text(what, style="bold"), Text(text))
+    return table
+
+
+def _step_text(plan: Plan) -> str:
+    p = plan.predicted
+    parts = [f"compute {seconds_text(p.compute_s)}", f"exposed communication {seconds_text(p.exposed_communication_s)}"]
+    if p.bubble_s:
+        parts.append(f"bubble {seconds_text(p.bubble_s)}")
+    hidden = p.communication_s - p.exposed_communication_s
+    more = f"; {seconds_text(hidden)} of communication hidden" if hidden > 0 else ""
+    return f"{seconds_text(p.step_time_s)} predicted: {' + '.join(parts)}{more}"
+
+
+def _memory_text(plan: Plan) -> str:
+    p, budget = plan.predicted, memory_budget(plan)
+    split = f" (arguments {bytes_text(p.argument_bytes)}, temporaries {bytes_text(p.temp_bytes)})"
+    if budget is None:
+        return f"{bytes_text(p.peak_bytes)} per device at the peak{split}"
+    share = p.peak_bytes / budget
+    return f"{memory_bar(share)} {bytes_text(p.peak_bytes)} of {bytes_text(budget)} per device at the peak, {percent_text(share)}{split}"
+
+
+def memory_bar(share: float) -> str:
+    """A bar of characters for a share of the budget.
+
+    >>> memory_bar(0.5)
+    '[###############...............]'
+    """
+    full = min(BAR, round(BAR * share))
+    return f"[{'#' * full}{'.' * (BAR - full)}]"
+
+
+def _solve_text(plan: Plan) -> str:
+    s = plan.solve
+    if s.status == "none":
+        return "not solved"
+    of = "" if s.scope == "program" else f" within the {s.scope}"
+    return f"{s.status} by {s.solver}: {seconds_text(s.objective)}, bound {seconds_text(s.bound)}{of}, gap {percent_text(s.gap)}"
+
+
+def _leaf_tables(plan: Plan) -> Iterable[RenderableType]:
+    groups = fold_leaves(plan.inputs, plan.mesh)
+    for role in dict.fromkeys((*ROLES, *(g.role for g in groups))):
+        members = [g for g in groups if g.role == role]
+        if not members:
+            continue
+        title = f"{ROLES.get(role, role.capitalize())}, {bytes_text(sum(g.nbytes for g in members))} per device"
+        table = _table(title, "leaf", "number", "type", "sharding", "per device")
+        for g in members:
+            table.add_row(*_cells(g.path, g.count, g.type_text, str(g.sharding), bytes_text(g.nbytes)))
+        yield from ("", table)
+
+
+def _collective_table(plan: Plan) -> Table:
+    groups = fold_collectives(plan.collectives)
+    total = sum(g.seconds for g in groups)
+    title = f"Collectives, {seconds_text(total)} per step"
+    table = _table(title, "kind", "axes", "phase", "purpose", "number", "times", "bytes", "time")
+    for g in groups:
+        figures = (g.count, g.times, bytes_text(g.nbytes), seconds_text(g.seconds))
+        table.add_row(*_cells(g.kind, axes_text(g.axes), g.phase, g.purpose, *figures))
+    return table
+
+
+def _whole_table(whole: Sequence[WholeOp]) -> Table:
+    table = _table("Run whole on every device", "primitive", "source", "number", "FLOP", "time", "why")
+    for op in sorted(whole, key=lambda w: (-w.seconds, w.primitive, w.source)):
+        why = "nothing better was found" if op.has_rule else "has no sharding rule"
+        table.add_row(*_cells(op.primitive, op.source, op.count, count_text(op.flops), seconds_text(op.seconds), why))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        right = column in ("number", "times", "bytes", "time", "per device", "FLOP")
+        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
+    return table
+
+
+def _cells(*values: object) -> tuple[Text, ...]:
+    """Cells of plain text: a sharding's brackets are no markup."""
+    return tuple(Text(str(v)) for v in values)

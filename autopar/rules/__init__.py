@@ -1,0 +1,25 @@
+"""Sharding rules: one per primitive, as data. Importing this package fills the table."""
+
+from autopar.rules import conv, dot, elementwise, index, linalg, random, reduce, shape
+from autopar.rules.control import OPAQUE, why_whole
+from autopar.rules.registry import has_rule, local_function, primitives, register, register_rule, remove_rule, rule_for
+
+__all__ = [
+    "OPAQUE",
+    "conv",
+    "dot",
+    "elementwise",
+    "has_rule",
+    "index",
+    "linalg",
+    "local_function",
+    "primitives",
+    "random",
+    "reduce",
+    "register",
+    "register_rule",
+    "remove_rule",
+    "rule_for",
+    "shape",
+    "why_whole",
+]

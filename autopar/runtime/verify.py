@@ -1,0 +1,230 @@
+"""Hold a plan against the world: numbers of one device, collectives of the compiled program, its memory, its time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.emit.compare import CollectiveCheck, compare_collectives
+from autopar.emit.hlo import read_collectives
+from autopar.ir.plan import Plan
+from autopar.runtime.executor import Executable, Owned
+from autopar.trace.trace import Traced
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing checked: what was expected, what was found, whether they agree, and where they differ most."""
+
+    name: str
+    expected: str
+    actual: str
+    agree: bool
+    detail: str = ""
+
+    def __str__(self) -> str:
+        sign = "agrees" if self.agree else "DIFFERS"
+        return f"{self.name}: {sign}; expected {self.expected}, found {self.actual}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Numbers, collectives, memory and time of a plan; the first two and memory decide `agree`, time is reported."""
+
+    numbers: Check
+    collectives: Check
+    memory: Check
+    time: Check
+
+    @property
+    def agree(self) -> bool:
+        return self.numbers.agree and self.collectives.agree and self.memory.agree
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (self.numbers, self.collectives, self.memory, self.time)))
+
+
+@dataclass(frozen=True)
+class LeafError:
+    """How far one output leaf is off: largest difference over largest value, and the norm of the difference over the norm."""
+
+    path: str
+    dtype: str
+    relative: float
+    norm: float
+    state: bool
+
+
+# Relative difference at which a leaf counts as equal, by dtype: whole outputs such as the loss, and leaves of the state, where an
+# adaptive optimiser's first steps magnify rounding (a leaf whose true gradient is zero moves by a full step of random sign).
+TOLERANCES = {"float64": (1e-9, 1e-9), "float32": (1e-3, 5e-2), "bfloat16": (5e-2, 2e-1), "float16": (5e-2, 2e-1)}
+_NOISE = 1e-13
+
+
+def leaf_error(path: str, actual: Any, expected: Any, state: bool) -> LeafError:
+    """Errors of one leaf against its reference. Integers, booleans and keys must be equal: any difference is infinite."""
+    if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
+        actual, expected = jax.random.key_data(actual), jax.random.key_data(expected)
+    a, e = np.asarray(actual), np.asarray(expected)
+    dtype = str(e.dtype)
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        return LeafError(path, dtype, 0.0 if np.array_equal(a, e) else float("inf"), 0.0, state)
+    kind = np.complex128 if np.iscomplexobj(e) else np.float64
+    a, e = a.astype(kind), e.astype(kind)
+    if not np.array_equal(np.isfinite(a), np.isfinite(e)):
+        return LeafError(path, dtype, float("inf"), float("inf"), state)
+    a, e = np.where(np.isfinite(e), a, 0), np.where(np.isfinite(e), e, 0)
+    difference = np.abs(a - e)
+    largest = float(np.max(np.abs(e), initial=0.0))
+    relative = float(np.max(difference, initial=0.0)) / (largest + _NOISE)
+    if largest < _NOISE and float(np.max(difference, initial=0.0)) < _NOISE:
+        relative = 0.0
+    return LeafError(path, dtype, relative, float(np.linalg.norm(difference.ravel()) / (np.linalg.norm(e.ravel()) + _NOISE)), state)
+
+
+def allowed(error: LeafError, tolerances: dict[str, tuple[float, float]] = TOLERANCES) -> bool:
+    """Whether a leaf's error is within what rounding explains."""
+    if error.dtype not in tolerances:
+        return error.relative == 0.0
+    whole, state = tolerances[error.dtype]
+    return (error.norm if error.state and error.dtype != "float64" else error.relative) <= (state if error.state else whole)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outputs of some steps under the plan beside those of one device, and the seconds that each took."""
+
+    errors: tuple[tuple[LeafError, ...], ...]
+    seconds: tuple[float, ...]
+    reference_seconds: tuple[float, ...]
+    outputs: tuple[Any, ...]
+
+
+def run_beside(
+    traced: Traced,
+    executable: Executable,
+    leaves: Sequence[Any],
+    steps: int,
+    on_step: Callable[[int, Sequence[Any], Sequence[LeafError]], None] | None = None,
+    batches: Sequence[Sequence[Any]] = (),
+) -> Run:
+    """Run the plan and the plain function on one device, step by step, each from its own state.
+
+    `batches[n]` replaces the leaves that are not state in step n. `on_step(step, outputs, errors)` is called after each.
+    """
+    carried = dict((o, i) for i, o in traced.roles.carried)
+    state_inputs = set(carried.values())
+    reference = jax.jit(_flat(traced))
+    ours, theirs, owned = list(leaves), [_alone(x) for x in leaves], Owned()
+    errors, seconds, reference_seconds = [], [], []
+    outputs: list[Any] = []
+    for n in range(steps):
+        if n < len(batches):
+            for i, x in enumerate(batches[n]):
+                if i not in state_inputs:
+                    ours[i], theirs[i] = x, _alone(x)
+        begin = time.perf_counter()
+        outputs = jax.block_until_ready(executable(ours, owned))
+        seconds.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        expected = jax.block_until_ready(reference(*theirs))
+        reference_seconds.append(time.perf_counter() - begin)
+        names = traced.graph.output_names
+        errors.append(tuple(leaf_error(p, a, e, k in carried) for k, (p, a, e) in enumerate(zip(names, outputs, expected, strict=True))))
+        for o, i in carried.items():
+            ours[i], theirs[i] = outputs[o], expected[o]
+        if on_step is not None:
+            on_step(n, outputs, errors[-1])
+    return Run(tuple(errors), tuple(seconds), tuple(reference_seconds), tuple(outputs))
+
+
+def _alone(leaf: Any) -> Any:
+    """A leaf as one device has it: host data where it can be."""
+    if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return np.asarray(leaf)
+    return leaf
+
+
+def _flat(traced: Traced) -> Callable[..., list[Any]]:
+    """The user's own function on flat leaves."""
+
+    def flat(*leaves: Any) -> list[Any]:
+        args, kwargs = traced.signature.rebuild(leaves)
+        out = jax.tree.leaves(traced.function(*args, **kwargs))
+        return [out[i] for i in traced.out_positions]
+
+    return flat
+
+
+def verify(plan: Plan, traced: Traced, executable: Executable, leaves: Sequence[Any], steps: int = 3) -> Verification:
+    """All four checks, over `steps` steps from these leaves."""
+    run = run_beside(traced, executable, leaves, steps)
+    return Verification(
+        check_numbers(run), check_collectives(plan, executable), check_memory(plan, executable), check_time(plan, run.seconds)
+    )
+
+
+def check_numbers(run: Run, tolerances: dict[str, tuple[float, float]] = TOLERANCES) -> Check:
+    """Every output leaf of every step against one device."""
+    worst = [max(step, key=lambda e: e.norm if e.state and e.dtype != "float64" else e.relative, default=None) for step in run.errors]
+    bad = [(n, e) for n, step in enumerate(run.errors) for e in step if not allowed(e, tolerances)]
+    shown = bad[0][1] if bad else next((w for w in reversed(worst) if w is not None), None)
+    detail = f"{'step ' + str(bad[0][0] + 1) + ': ' if bad else 'worst '}{shown.path}" if shown else "no outputs"
+    found = f"{max(shown.relative, 0):.2g} off" if shown else "nothing"
+    return Check("numbers", "one device's", found, not bad, detail)
+
+
+def collective_check(plan: Plan, executable: Executable) -> CollectiveCheck:
+    """Planned against compiled collectives."""
+    platform = executable.mesh.devices.flat[0].platform
+    return compare_collectives(plan.collectives, read_collectives(executable.compiled.as_text()), platform, plan.mesh)
+
+
+def check_collectives(plan: Plan, executable: Executable) -> Check:
+    """The compiled program's collectives are the planned ones."""
+    found = collective_check(plan, executable)
+    count = len(plan.collectives)
+    expected = f"{count} collectives, {found.planned_bytes:,} bytes"
+    detail = "" if found.agree else str(found).split("\n", 1)[-1].strip()[:2000]
+    return Check("collectives", expected, f"{found.compiled_bytes:,} bytes", found.agree, detail)
+
+
+MEMORY_TOLERANCE = 0.35
+"""How far predicted temporaries may be from XLA's, relative to the larger of the two."""
+
+MEMORY_FLOOR = 256 * 1024
+"""Bytes of temporaries below which buffers too small to plan decide."""
+
+
+def compiled_memory(executable: Executable) -> dict[str, int]:
+    """Bytes per device from XLA: arguments, outputs, aliased (donated), temporaries, and their sum."""
+    m = executable.compiled.memory_analysis()
+    sizes = {
+        "argument": m.argument_size_in_bytes,
+        "output": m.output_size_in_bytes,
+        "alias": m.alias_size_in_bytes,
+        "temp": m.temp_size_in_bytes,
+    }
+    return sizes | {"total": sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]}
+
+
+def check_memory(plan: Plan, executable: Executable) -> Check:
+    """Temporaries against XLA's; the rest of memory follows exactly from the shardings."""
+    found = compiled_memory(executable)
+    predicted = plan.predicted.temp_bytes
+    off = abs(found["temp"] - predicted)
+    agree = off <= max(MEMORY_FLOOR, MEMORY_TOLERANCE * max(found["temp"], predicted))
+    return Check("memory", f"{predicted:,} temporary bytes", f"{found['temp']:,}", agree, f"{found['total']:,} bytes in all on each device")
+
+
+def check_time(plan: Plan, seconds: Sequence[float]) -> Check:
+    """Predicted step time beside the median of the measured ones, the first step left out."""
+    measured = float(np.median(seconds[1:] or seconds))
+    ratio = measured / plan.predicted.step_time_s if plan.predicted.step_time_s else float("inf")
+    return Check("time", f"{plan.predicted.step_time_s * 1e3:.3g} ms", f"{measured * 1e3:.3g} ms", True, f"{ratio:.2g} times the prediction")

@@ -1,0 +1,128 @@
+"""The arguments of a call as flat leaves: what is traced, what is static, and what each leaf is called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar.errors import UsageError
+from autopar.trace import compat
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Static:
+    """A static argument: no leaf, part of the tree."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a call's arguments look like: the tree, avals of the traced leaves, and the leaves that are static.
+
+    Hashable: two calls with equal signatures run the same program. `positions` are the places of the traced leaves.
+    """
+
+    tree: Any
+    avals: tuple[tuple[tuple[int, ...], str, bool], ...]
+    positions: tuple[int, ...]
+    statics: tuple[tuple[int, Any], ...]
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with `leaves` in the traced places."""
+        every: list[Any] = [None] * self.tree.num_leaves
+        for i, value in self.statics:
+            every[i] = value
+        for i, leaf in zip(self.positions, leaves, strict=True):
+            every[i] = leaf
+        args, kwargs = jax.tree.unflatten(self.tree, every)
+        return (
+            tuple(a.value if isinstance(a, Static) else a for a in args),
+            {k: v.value if isinstance(v, Static) else v for k, v in kwargs.items()},
+        )
+
+
+def split(
+    args: Sequence[Any], kwargs: Mapping[str, Any], static_argnums: Sequence[int] = (), static_argnames: Sequence[str] = ()
+) -> tuple[list[Any], Signature]:
+    """The traced leaves of a call and its signature. Hashable leaves that are no arrays are static, as in equinox models.
+
+    Raises `UsageError` for a leaf that is neither an array nor hashable, naming its path.
+    """
+    wrapped = _wrap(args, kwargs, static_argnums, static_argnames)
+    leaves, tree = jax.tree.flatten(wrapped)
+    traced, positions, statics, avals = [], [], [], []
+    for i, leaf in enumerate(leaves):
+        if compat.is_array_like(leaf):
+            spec = compat.abstract(leaf)
+            traced.append(leaf)
+            positions.append(i)
+            avals.append((tuple(spec.shape), compat.dtype_name(spec.dtype), bool(spec.weak_type)))
+        else:
+            _check_hashable(leaf, i, wrapped)
+            statics.append((i, leaf))
+    return traced, Signature(tree, tuple(avals), tuple(positions), tuple(statics))
+
+
+def _wrap(args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[int], names: Sequence[str]) -> tuple[Any, Any]:
+    static = {n % len(args) if args else n for n in numbers}
+    for n in static:
+        if n < len(args):
+            _check_static(args[n], f"argument {n}")
+    for k in names:
+        if k in kwargs:
+            _check_static(kwargs[k], f"argument `{k}`")
+    return (
+        tuple(Static(a) if i in static else a for i, a in enumerate(args)),
+        {k: Static(v) if k in names else v for k, v in kwargs.items()},
+    )
+
+
+def _check_static(value: Any, where: str) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise UsageError(
+            f"{where} is static but {type(value).__name__} is not hashable, so calls with it cannot be told apart. "
+            "Pass a hashable value (a tuple instead of a list), or leave the argument out of static_argnums / static_argnames."
+        ) from None
+
+
+def _check_hashable(leaf: Any, index: int, wrapped: Any) -> None:
+    try:
+        hash(leaf)
+    except TypeError:
+        path = jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(wrapped)[0][index][0])
+        raise UsageError(
+            f"the argument leaf at {path} is a {type(leaf).__name__}: neither an array nor hashable, so it can be neither traced nor "
+            "static. Register its class as a pytree, turn it into arrays, or pass it through a closure."
+        ) from None
+
+
+def names(function: Callable[..., Any], signature: Signature) -> tuple[str, ...]:
+    """A path for each traced leaf, from the function's own parameter names: `state.params['w']`."""
+    every: list[Any] = list(range(signature.tree.num_leaves))
+    wrapped = jax.tree.unflatten(signature.tree, every)
+    parameters = _parameter_names(function, len(wrapped[0]))
+    found = {}
+    for path, i in jax.tree_util.tree_flatten_with_path(wrapped)[0]:
+        if path[0].idx == 0:
+            head, rest = parameters[path[1].idx], path[2:]
+        else:
+            head, rest = str(path[1].key), path[2:]
+        found[i] = head + jax.tree_util.keystr(rest)
+    return tuple(found[i] for i in signature.positions)
+
+
+def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [named[i] if i < len(named) else f"arg{i}" for i in range(count)]

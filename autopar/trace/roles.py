@@ -1,0 +1,109 @@
+"""Which inputs are state: argument subtrees whose tree, shapes and dtypes recur in the output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """`carried` pairs (input leaf, output leaf) that hold the same piece of state; `notes` say what was ambiguous."""
+
+    carried: tuple[tuple[int, int], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Subtree:
+    path: Path
+    structure: Any
+    leaves: tuple[int, ...]
+    avals: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.structure, self.avals
+
+
+def find_state(arguments: Any, outputs: Any, in_avals: Sequence[Any], out_avals: Sequence[Any]) -> Roles:
+    """Tie argument subtrees to output subtrees: whole ones in order first, then their children, single leaves by path.
+
+    `arguments` is a tuple of argument trees, `outputs` the output tree; their leaves are indices into the aval lists
+    (None for leaves that are not traced). A leaf that would fit several outputs equally well stays untied, and is reported.
+    """
+    free = [s for s in _subtrees(outputs, out_avals, (), 4)]
+    taken: set[int] = set()
+    pairs: list[tuple[int, int]] = []
+    notes: list[str] = []
+
+    def tie(subtree: _Subtree) -> bool:
+        options = [s for s in free if s.shape == subtree.shape and not taken.intersection(s.leaves)]
+        if len(subtree.leaves) == 1:
+            options = _by_path(subtree, options)
+            if len(options) > 1:
+                notes.append(f"argument leaf {_text(subtree.path)} fits {len(options)} outputs equally well and is not tied to any")
+                return False
+        if not options:
+            return False
+        taken.update(options[0].leaves)
+        pairs.extend(zip(subtree.leaves, options[0].leaves, strict=True))
+        return True
+
+    def visit(tree: Any, path: Path, depth: int) -> None:
+        subtree = _subtree(tree, in_avals, path)
+        if not subtree.leaves or tie(subtree) or depth == 0:
+            return
+        for key, child in _children(tree):
+            visit(child, (*path, key), depth - 1)
+
+    for i, argument in enumerate(arguments):
+        visit(argument, (i,), 6)
+    return Roles(tuple(sorted(pairs)), tuple(notes))
+
+
+def _by_path(subtree: _Subtree, options: list[_Subtree]) -> list[_Subtree]:
+    """For a single leaf: the outputs at the same key, else at the same position, else all that have its shape."""
+    same = [s for s in options if s.path and subtree.path and s.path[-1] == subtree.path[-1]]
+    if len(same) == 1:
+        return same
+    if options and not options[0].avals[0][0]:
+        return []
+    return same or options
+
+
+def _subtrees(tree: Any, avals: Sequence[Any], path: Path, depth: int) -> list[_Subtree]:
+    found = [_subtree(tree, avals, path)]
+    if depth:
+        for key, child in _children(tree):
+            found.extend(_subtrees(child, avals, (*path, key), depth - 1))
+    return [s for s in found if s.leaves]
+
+
+def _subtree(tree: Any, avals: Sequence[Any], path: Path) -> _Subtree:
+    leaves, structure = jax.tree.flatten(tree)
+    return _Subtree(path, structure, tuple(leaves), tuple(avals[i] for i in leaves))
+
+
+def _children(tree: Any) -> list[tuple[Any, Any]]:
+    """One level of a pytree: (key, child) pairs; none for a leaf."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
+    if len(leaves) == 1 and not leaves[0][0]:
+        return []
+    return [(_key(path[-1]), child) for path, child in leaves]
+
+
+def _key(entry: Any) -> Any:
+    for name in ("key", "name", "idx"):
+        if hasattr(entry, name):
+            return getattr(entry, name)
+    return str(entry)
+
+
+def _text(path: Path) -> str:
+    return "/".join(map(str, path))

@@ -1,0 +1,1 @@
+"""Drivers, one per question."""

@@ -1,0 +1,164 @@
+"""Clusters from data files: the presets that come along, and profiles.
+
+Every figure in a file is a table `{ value = ..., source = "..." }`; plain strings and rules are not figures.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from cost_models.cluster import Cluster
+from cost_models.errors import ClusterError
+from cost_models.notation import split, unknown
+
+_DATA = Path(__file__).parent / "data"
+_ORDER = ("v100-p3", "a100-40", "a100-80", "h100-sxm", "h200-sxm", "b200-sxm", "v3", "v4", "v5e", "v5p", "v6e", "v7x", "host")
+_SYNTHETIC = ("slow-link", "fast-link", "tight-memory")
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the presets; the last three are synthetic, for tests."""
+    return _ORDER + _SYNTHETIC
+
+
+def load_cluster(text: str, measure: bool = True) -> Cluster:
+    """The cluster named by `PRESET:NODESxDEVICES`, or by the path of a `.toml` profile, which `:NODESxDEVICES` may follow.
+
+    A torus takes its shape in chips, `v4:4x4x4`, or slices first, `v4:2x4x4x4`; one number alone is the most compact slice. Without a
+    shape: one node, one host's chips, or what the profile says. `host` is measured on this machine at first use and then read from a
+    cache, unless `measure=False`, which takes built-in figures. Raises `ClusterError` for an unknown name or a shape that does not fit.
+    """
+    name, shape = split(text)
+    if name == "host" and measure:
+        return _measured(shape or _default_shape("host"), text)
+    figures = _read(Path(name)) if name.endswith(".toml") else _preset(name)
+    return build(text, figures, shape)
+
+
+def build(name: str, figures: dict[str, Any], shape: tuple[int, ...] = ()) -> Cluster:
+    """A cluster from the tables of a data file, at `shape` or the file's own. Sources are dropped."""
+    values = _values(figures)
+    if shape:
+        values["topology"].pop("wraps", None)  # they belong to the file's own shape
+    shape = shape or tuple(values["topology"]["shape"])
+    if values.pop("whole_machine", False):
+        values = _share(values, prod(shape))
+    data = {"name": name, "device": {"name": values["title"], **values["device"]}, "topology": {**values["topology"], "shape": shape}}
+    try:
+        return Cluster.from_dict(data)
+    except ClusterError as error:
+        raise ClusterError(f"{name}: {error}") from error
+
+
+def describe(name: str) -> dict[str, Any]:
+    """A preset for a table: `title`, `kind`, `peak_flops` by dtype, `memory_bytes`, `memory_bytes_per_s`, `link_bytes_per_s` and
+    `network_bytes_per_s` as specified per device and direction (None where there is no such link), and `sources` by the figure's dotted
+    name.
+    """
+    figures = _preset(name)
+    values = _values(figures)
+    device, topology = values["device"], values["topology"]
+    return {
+        "name": name,
+        "title": values["title"],
+        "kind": topology["kind"],
+        "default_shape": tuple(topology["shape"]),
+        "peak_flops": device["peak_flops"],
+        "memory_bytes": int(device["memory_bytes"]),
+        "memory_bytes_per_s": device["memory_bytes_per_s"],
+        "link_bytes_per_s": topology.get("link", {}).get("bytes_per_s"),
+        "network_bytes_per_s": topology.get("network", {}).get("bytes_per_s"),
+        "sources": dict(_sources(figures)),
+    }
+
+
+def save_profile(cluster: Cluster, path: str | Path, source: str) -> None:
+    """Write a cluster as a profile that `load_cluster` reads; `source` says where its figures come from."""
+    data = cluster.to_dict()
+    device = {key: value for key, value in data["device"].items() if key != "name"}
+    lines = [
+        f"title = {json.dumps(data['device']['name'])}",
+        *_lines("device", device, source),
+        *_lines("topology", data["topology"], source),
+    ]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _lines(section: str, table: dict[str, Any], source: str) -> Iterator[str]:
+    """One section of a profile, tables in it after its own keys."""
+    yield f"\n[{section}]"
+    for key, value in table.items():
+        if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
+            yield f"{key} = {{ value = {value!r}, source = {json.dumps(source)} }}"
+        elif not isinstance(value, dict):
+            yield f"{key} = {json.dumps(value)}"
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _lines(f"{section}.{key}", value, source)
+
+
+def _measured(shape: tuple[int, ...], text: str) -> Cluster:
+    from cost_models.profile import host  # only this path needs a writable cache and a child process
+
+    return build(text, host.figures(prod(shape)), shape)
+
+
+def _default_shape(name: str) -> tuple[int, ...]:
+    return tuple(_preset(name)["topology"]["shape"])
+
+
+def _preset(name: str) -> dict[str, Any]:
+    if name not in presets():
+        raise unknown(name, presets())
+    return _read(_DATA / f"{name}.toml")
+
+
+@cache
+def _read_text(path: Path, changed: int) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return tomllib.load(file)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return _read_text(path, path.stat().st_mtime_ns)
+    except OSError as error:
+        raise ClusterError(f"cannot read the profile {path}: {error.strerror}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"{path} is not valid TOML: {error}.") from error
+
+
+def _values(table: dict[str, Any]) -> dict[str, Any]:
+    """The tables with each `{ value, source }` replaced by its value."""
+    return {key: _value(entry) for key, entry in table.items()}
+
+
+def _value(entry: Any) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    return entry["value"] if "value" in entry else _values(entry)
+
+
+def _sources(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, entry in table.items():
+        if isinstance(entry, dict) and "value" in entry:
+            yield prefix + key, entry["source"]
+        elif isinstance(entry, dict):
+            yield from _sources(entry, f"{prefix}{key}.")
+
+
+def _share(values: dict[str, Any], devices: int) -> dict[str, Any]:
+    """A whole machine's figures, for one of `devices` that share it: rates divide; fixed costs multiply, as collectives wait for all."""
+    device, topology = dict(values["device"]), dict(values["topology"])
+    for key in ("vector_flops", "memory_bytes", "memory_bytes_per_s"):
+        device[key] /= devices
+    device["peak_flops"] = {dtype: peak / devices for dtype, peak in device["peak_flops"].items()}
+    topology["bytes_per_s"] = {kind: rate / devices for kind, rate in topology["bytes_per_s"].items()}
+    topology["call_seconds"] = {kind: fixed * devices for kind, fixed in topology["call_seconds"].items()}
+    return {**values, "device": device, "topology": topology}
