@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import cost_models
 import jax
-from cost_models import Cluster
 from jax.sharding import Mesh, PartitionSpec
 
+import cost_models
 from autopar import rules as rule_table
 from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
 from autopar.emit.manual import Emission, partition_spec
@@ -28,6 +27,7 @@ from autopar.runtime.executor import Executable, Owned, make_mesh
 from autopar.runtime.verify import Verification, verify
 from autopar.trace.arguments import Signature, split
 from autopar.trace.trace import Traced, trace
+from cost_models import Cluster
 
 ClusterLike = Cluster | Mesh | str | os.PathLike[str] | None
 _PRESET_OF_KIND = (("h200", "h200-sxm"), ("h100", "h100-sxm"), ("b200", "b200-sxm"), ("a100", "a100-80"), ("v100", "v100-p3"))

@@ -20,7 +20,7 @@ from autopar.ir.check import check_graph, check_plan
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan, Predicted, Timings
 from autopar.ir.rule import ShardingRule
-from autopar.ir.serialize import fingerprint
+from autopar.ir.serialize import fingerprint, plain
 from autopar.ir.sharding import TensorSharding
 from autopar.trace.trace import Traced
 
@@ -152,7 +152,7 @@ def summarise(c: Compilation) -> Compilation:
     plan = Plan(
         fingerprint_of(c.traced),
         c.target or getattr(c.traced.function, "__name__", ""),
-        c.cluster.to_dict(),
+        plain(c.cluster.to_dict()),
         chosen.plan,
         inputs,
         outputs,
@@ -164,7 +164,7 @@ def summarise(c: Compilation) -> Compilation:
         chosen.price.by_kind,
         chosen.live,
         c.candidates,
-        {k: v for k, v in asdict(c.options).items() if isinstance(v, (str, int, float, bool, type(None)))},
+        plain({k: v for k, v in asdict(c.options).items() if isinstance(v, (str, int, float, bool, type(None)))}),
         c.traced.roles.notes,
         jax.__version__,
     )

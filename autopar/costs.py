@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from math import log2, prod
 from typing import Any
 
@@ -201,7 +201,7 @@ _SLICE_SHARE = 0.25
 _PARTIAL_SECONDS = 1e-9
 
 
-@lru_cache(maxsize=None)
+@cache
 def bytes_of(aval: Aval) -> int:
     """Bytes of a whole value."""
     return aval.size * itemsize(aval.dtype)

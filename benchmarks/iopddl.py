@@ -29,7 +29,7 @@ FORBIDDEN = 1e18
 
 @dataclass(frozen=True)
 class Row:
-    """One instance's result; `cost`, `bound` and `gap` are None without an answer."""
+    """One instance's result; `cost`, `bound` and `gap` are None where there is none."""
 
     instance: str
     cost: float | None
@@ -83,7 +83,8 @@ def run(path: Path, time_limit_s: float | None, gap: float, log) -> Row:
         return Row(name, None, None, None, status, False, time.monotonic() - begin)
     feasible = evaluate(problem, solution.choice, solution.side).feasible
     seconds = time.monotonic() - begin
-    return Row(name, solution.objective, solution.bound, solution.gap, solution.status, feasible, seconds)
+    bound, gap_left = (x if math.isfinite(x) else None for x in (solution.bound, solution.gap))
+    return Row(name, solution.objective, bound, gap_left, solution.status, feasible, seconds)
 
 
 def table(rows: list[Row]) -> str:
@@ -91,7 +92,7 @@ def table(rows: list[Row]) -> str:
     lines = [f"{'instance':12}{'cost':>22}{'bound':>22}{'gap':>10}  {'status':12}{'feasible':10}{'seconds':>8}"]
     for row in rows:
         cost, bound = ("-" if x is None else f"{x:,.0f}" for x in (row.cost, row.bound))
-        gap = "-" if row.gap is None or not math.isfinite(row.gap) else f"{row.gap:.1e}"
+        gap = "-" if row.gap is None else f"{row.gap:.1e}"
         lines.append(
             f"{row.instance:12}{cost:>22}{bound:>22}{gap:>10}  {row.status:12}{'yes' if row.feasible else 'no':10}{row.seconds:>8.1f}"
         )

@@ -77,7 +77,8 @@ def _convolution(params: Params, local: Local) -> Params:
 
 
 def _tile(params: Params, local: Local) -> Params:
-    return {"reps": tuple(a // b for a, b in zip(local.results[0], local.operands[0], strict=True))}
+    sizes = zip(params["reps"], local.results[0], local.operands[0], strict=True)
+    return {"reps": tuple(after // before if before else reps for reps, after, before in sizes)}
 
 
 _LOCALISE: dict[str, Callable[[Params, Local], Params]] = {

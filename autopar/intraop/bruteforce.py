@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
@@ -48,7 +49,7 @@ def least_peak(problem: Problem) -> Solution:
     return found
 
 
-def _choices(problem: Problem):
+def _choices(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Every choice whose node and edge costs are finite."""
     count = int(np.prod([len(c) for c in problem.node_costs], dtype=float))
     if count > LARGEST:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from autopar import costs
 from autopar.costs import Pricer
 from autopar.errors import CheckError, InfeasibleError
@@ -13,6 +15,7 @@ from autopar.intraop import solvers
 from autopar.intraop.enumerate import Layout, Pins, Shape, enumerate_problem
 from autopar.intraop.evaluate import Infeasible, evaluate, live_at
 from autopar.intraop.lift import lift
+from autopar.intraop.networks import tighten
 from autopar.intraop.price import Price, price_plan
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ShardingPlan, Solve
@@ -56,6 +59,7 @@ def choose_on(
         solution = solvers.solve(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap)
     except Infeasible as error:
         raise _infeasible(error, problem, layout) from None
+    solution = _tight(layout, solution)
     plan = lift(layout, solution)
     price = price_plan(shape.graph, shape.rules, plan, pricer, shape.charges)
     _check_price(solution, price)
@@ -70,6 +74,14 @@ def choose_on(
         enumerated - begin,
         clock() - enumerated,
     )
+
+
+def _tight(layout: Layout, solution: Solution) -> Solution:
+    """The same answer without openings that nothing flows through, so that memory counts only what is there."""
+    side = np.array(solution.side)
+    for openings in layout.openings:
+        tighten(openings, side)
+    return replace(solution, side=side)
 
 
 def _proof(solution: Solution, solver: str, shape: Shape) -> Solve:
@@ -168,7 +180,7 @@ def _infeasible(error: Infeasible, problem: Problem, layout: Layout) -> Infeasib
         return InfeasibleError(f"no plan satisfies the constraints on mesh ({layout.mesh}): {error}. Loosen the pins.", budget_bytes=budget)
     peak = int(-(-error.peak_bytes // 1))
     evaluation = evaluate(problem, error.solution.choice, error.solution.side)
-    items = live(layout, problem, error.solution, evaluation.peak_time)
+    items = live(layout, problem, _tight(layout, error.solution), evaluation.peak_time)
     at = layout.shape.graph.ops[evaluation.peak_time] if evaluation.peak_time < len(layout.shape.graph.ops) else None
     where = f" at `{at.primitive}` ({at.source})" if at else ""
     needed = -(-peak * layout.mesh.num_devices // max(1, budget))

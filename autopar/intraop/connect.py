@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.intraop.reshard import Price, cheapest
 from autopar.ir.graph import Constant, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import PlannedMove, ShardingPlan
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import Strategy, operand_sharding, result_sharding
-from autopar.intraop.reshard import Price, cheapest
 
 
 def needs(

@@ -58,11 +58,14 @@ class Evaluation:
         return self.consistent and self.excess_bytes <= 0
 
 
+Kind = OneOf["node", "side", "fixed"]
+
+
 @dataclass(frozen=True)
 class Live:
     """Bytes held at some time by a node's strategy, by a side column, or whatever is chosen."""
 
-    kind: OneOf["node", "side", "fixed"]
+    kind: Kind
     index: int
     nbytes: float
 
@@ -117,7 +120,8 @@ def horizon_of(problem: Problem) -> int:
 
 def live_at(problem: Problem, choice: Sequence[int], side: Floats, time: int) -> tuple[Live, ...]:
     """What holds memory at `time`, from large to small, with the usages of one node or column added up; empty ones are left out."""
-    held: dict[tuple[str, int], float] = {}
+    held: dict[tuple[Kind, int], float] = {}
+    key: tuple[Kind, int]
     for usage in problem.usages:
         if usage.start <= time < usage.stop:
             key = ("node", usage.node)

@@ -8,13 +8,13 @@ holds memory, and moving again in the late layer costs time again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autopar.intraop.states import Arc, StateGraph
 from autopar.ir.graph import Aval
-from autopar.ir.problem import SideColumns, SideRows
+from autopar.ir.problem import Floats, SideColumns, SideRows
 from autopar.ir.sharding import TensorSharding
 
 Vector = tuple[TensorSharding, ...]
@@ -62,12 +62,16 @@ class Network:
 
 @dataclass(frozen=True)
 class Opening:
-    """An arc that may be opened: a move within `layer`, or waiting in state `head` from early to late (`arc` is None)."""
+    """An arc that may be opened: a move within `layer`, or waiting in state `head` from early to late (`arc` is None).
+
+    `flows` are the side columns of the users' flows through it, where it has several users.
+    """
 
     layer: int
     head: int
     arc: Arc | None
     column: int
+    flows: tuple[int, ...] = ()
 
 
 @dataclass
@@ -136,16 +140,27 @@ def add_network(network: Network, builder: SideBuilder, local_bytes: Sequence[in
     openings = _openings(network, builder)
     for o in openings:
         _charge(network, o, builder, local_bytes[o.head], small)
+    flows: dict[int, list[int]] = {}
     for user in network.users:
         if len(network.users) == 1:
             flow = {o: builder.side(o.column) for o in openings}
         else:
             usable = [o for o in openings if o.layer == EARLY and o.arc is not None or user.layer == LATE]
-            flow = {o: builder.side(builder.add_column(0.0, False)) for o in usable}
-            for o, column in flow.items():
-                builder.add_row([(column, 1.0), (builder.side(o.column), -1.0)], -np.inf, 0.0)
+            flow = {}
+            for o in usable:
+                column = builder.add_column(0.0, False)
+                flows.setdefault(o.column, []).append(column)
+                flow[o] = builder.side(column)
+                builder.add_row([(flow[o], 1.0), (builder.side(o.column), -1.0)], -np.inf, 0.0)
         _conserve(network, user, flow, builder)
-    return openings
+    return tuple(replace(o, flows=tuple(flows.get(o.column, ()))) for o in openings)
+
+
+def tighten(openings: Sequence[Opening], side: Floats) -> None:
+    """Close, in place, what no user flows through: an opening that costs nothing may have been left open by the solver."""
+    for o in openings:
+        if o.flows:
+            side[o.column] = max(side[f] for f in o.flows)
 
 
 def _openings(network: Network, builder: SideBuilder) -> tuple[Opening, ...]:

@@ -92,7 +92,7 @@ class _Network:
             partners = int(finite.sum())
             if partners == finite.size:
                 self.fold_if_separable(u, v, cost)
-            elif not finite.any(axis=0).all():
+            elif not (finite.any(axis=0).all() and finite.any(axis=1).all()):  # an absorbed neighbour's edges were added
                 self.wake(v)
                 self.wake(u)
             elif partners == len(cost) == cost.shape[1] and len(self.links[u]) < len(self.links[v]):

@@ -89,7 +89,7 @@ def _size(layers: int, hidden: int, heads: int, *, batch: int, source: str, **re
 
 
 GPT3 = "Brown et al. 2020, arXiv:2005.14165, table 2.1; vocabulary padded to 51200"
-ALPA = "Zheng et al. 2022 (Alpa), arXiv:2201.12023, table 4 and its benchmark suite"
+ALPA = "Zheng et al. 2022 (Alpa), arXiv:2201.12023, and its benchmark suite"
 MEGATRON = "Narayanan et al. 2021 (Megatron-LM), arXiv:2104.04473, table 1"
 
 # GPT-3's batches are given in tokens: 0.5M, 2M for 125M, 13B. Its 13B row has width 5140, which 40 heads of 128 make 5120.

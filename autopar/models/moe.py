@@ -150,7 +150,7 @@ def _size(layers: int, hidden: int, experts: int, **rest: Any) -> Size:
     return Size(MoEConfig(layers=layers, hidden=hidden, heads=16, experts=experts, **rest), 1024, ALPA)
 
 
-ALPA = "Zheng et al. 2022 (Alpa), arXiv:2201.12023, table 6 and its benchmark suite"
+ALPA = "Zheng et al. 2022 (Alpa), arXiv:2201.12023, and its benchmark suite"
 
 SIZES = {
     "moe-380m": _size(8, 768, 8),

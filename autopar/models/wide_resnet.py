@@ -105,7 +105,7 @@ def inputs(config: WideResNetConfig, batch: int) -> dict[str, Input]:
     return {"image": image, "label": integers(config.classes, batch)}
 
 
-ALPA = "Zheng et al. 2022 (Alpa), arXiv:2201.12023, table 8 and its benchmark suite"
+ALPA = "Zheng et al. 2022 (Alpa), arXiv:2201.12023, and its benchmark suite"
 
 SIZES = {
     "wresnet-250m": Size(WideResNetConfig(channels=160), 1536, ALPA),

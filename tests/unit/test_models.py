@@ -17,7 +17,7 @@ from autopar.models.text import corpus_batches
 TINY = tuple(name for name in models.names() if name.endswith("-tiny"))
 
 # Name to (parameters, where the figure comes from). Slow ones are counted by `make test-slow`.
-ALPA = "shared arithmetic of Alpa's benchmark suite, embeddings tied, positions not counted"
+ALPA = "the parameter formula of Alpa's benchmark suite, embeddings tied, positions not counted"
 ALPA_LABEL = "the label of Alpa's suite"
 CHECKPOINT = "the released checkpoint"
 PUBLISHED = {

@@ -134,7 +134,7 @@ def test_a_reshape_is_the_common_refinement_of_both_shapes() -> None:
     assert text((4, 6), (24,)) == "f0 f1 -> (f0 f1)"
     assert text((24,), (4, 1, 6)) == "(f0 f1) -> f0 1 f1"
     assert text((4, 6), (8, 3)) == "f0 (f1 f2) -> (f0 f1) f2"
-    assert text((4, 3, 2), (6, 2, 2)) == "(f0 f1) f2 f5 -> (f0 f3) f4 f5"
+    assert text((4, 3, 2), (6, 2, 2)) == "(f0 f1) f3 f5 -> (f0 f2) f4 f5"
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -240,9 +240,9 @@ NARROW = {
     "gather": (lambda a: a.at[jnp.asarray([1, 7, 9, -3])].get(mode="fill"), (8, 2)),
     "scatter-add": (lambda a, b: a.at[jnp.asarray([1, 3, 3, 0])].add(b), (8, 2), (4, 2)),
     "cumsum": (lambda a: lax.cumsum(a, 0), (8, 2)),
-    "reduce_window_sum": (lambda a: lax.reduce_window(a, jnp.zeros((), a.dtype), lax.add, (2, 1), (2, 1), "VALID"), (8, 2)),
+    "reduce_window_sum": (lambda a: lax.reduce_window(a, np.zeros((), a.dtype), lax.add, (2, 1), (2, 1), "VALID"), (8, 2)),
     "select_and_scatter_add": (
-        jax.grad(lambda a: (lax.reduce_window(a, jnp.asarray(-jnp.inf, a.dtype), lax.max, (2, 1), (2, 1), "VALID") ** 2).sum()),
+        jax.grad(lambda a: (lax.reduce_window(a, np.asarray(-np.inf, a.dtype), lax.max, (2, 1), (2, 1), "VALID") ** 2).sum()),
         (8, 2),
     ),
 }
@@ -330,7 +330,7 @@ def test_malformed_notation_is_refused(text: str) -> None:
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["i -> i", "i i -> i", "i j -> j i", "(i k) j -> i j"])
+@pytest.mark.parametrize("text", ["i -> i", "i i -> i", "i j -> j i", "(i k) j -> i k j"])
 def test_notation_that_does_not_fit_the_sizes_is_refused(text: str) -> None:
     with pytest.raises(RuleError):
         instantiate(parse(text), [Aval((4, 2), "float32")], [Aval((4, 2), "float32")])

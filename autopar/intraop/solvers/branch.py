@@ -1,13 +1,4 @@
-"""Relaxation, reduced-cost fixing and branch and bound with HiGHS, for one linear objective over a programme with lazy memory rows.
-
-*Scaling.* Costs are divided by a unit such that the optimum is about 10^4: a dual tolerance of 1e-7 on each of a thousand columns is then
-1e-8 of the objective, for sums of 1e-7 seconds as for sums of 10^11. The unit is a guess before the relaxation, corrected once by
-its value. Memory rows are divided so that the budget is 10^3: coefficients down to 1e-12 of the budget survive HiGHS' threshold for small
-values, and its tolerance of 1e-8 is 1e-11 of the budget. What tolerances still let through is cut off exactly (`_cover`).
-
-*Fresh objects.* HiGHS reported wrong objectives when a programme with integers was run twice on one object, so only the
-pure relaxation is ever re-run, and each value is recomputed from its solution.
-"""
+"""Relaxation, reduced-cost fixing and branch and bound with HiGHS, for one linear objective over a programme with lazy memory rows."""
 
 from __future__ import annotations
 
@@ -22,12 +13,10 @@ from autopar.errors import CheckError, SolverError
 from autopar.intraop.evaluate import allowed_bytes, choice_of
 from autopar.intraop.solvers.memory import MemoryRows
 from autopar.intraop.solvers.programme import Programme
+from autopar.intraop.solvers.scaled import REPORT_TOLERANCE, SCALED_OPTIMUM, Scaled
 from autopar.ir.problem import Floats, Problem
 
-SCALED_OPTIMUM = 1e4
-SCALED_BUDGET = 1e3
 INTEGRAL = 1e-6
-REPORT_TOLERANCE = 1e-6
 LONGEST_SETTLE_S = 3.0
 """Seconds that the side columns of fixed strategies may take, also past the deadline: there may be no other answer."""
 
@@ -103,11 +92,9 @@ class Branch:
         self.problem, self.model, self.memory = problem, model, memory
         self.judge, self.repair = judge, repair
         self.limit, self.peak, self.gap, self.deadline, self.log = limit, peak, gap, deadline, log
-        self.times: list[int] = []
-        self.covers: list[np.ndarray] = []
         self.best: Answer | None = None
         self.bound = least_sum(model)
-        self.unit = max(abs(self.bound), float(np.abs(model.cost).max(initial=0.0)) * 1e-3, 1e-300) / SCALED_OPTIMUM
+        self.scaled = Scaled(model, memory, limit, peak, gap, self.bound)
         self.starts = list[Floats]()
 
     def minimise(self) -> None:
@@ -122,7 +109,7 @@ class Branch:
         except OutOfTime:
             return
         self.bound = max(self.bound, relaxed.value)
-        self.log(f"relaxation {relaxed.value:.9g} with {len(self.times)} memory rows")
+        self.log(f"relaxation {relaxed.value:.9g} with {len(self.scaled.times)} memory rows")
         self.starts.append(relaxed.values)
         self.offer(relaxed.values)
         if not self.closed:
@@ -131,7 +118,7 @@ class Branch:
     @property
     def closed(self) -> bool:
         """Whether the best answer is proven within the gap."""
-        return self.best is not None and self.best.value - self.bound <= self.gap * abs(self.best.value) + 1e-12 * self.unit
+        return self.best is not None and self.best.value - self.bound <= self.gap * abs(self.best.value) + 1e-12 * self.scaled.unit
 
     @property
     def late(self) -> bool:
@@ -141,19 +128,19 @@ class Branch:
     def relax(self) -> Point:
         """The relaxation with every memory row that it violates, re-scaled once if its value shows that the unit was a bad guess."""
         solver, point = self.relax_once()
-        size = max(abs(point.value), abs(point.value - self.model.constant)) / self.unit
+        size = max(abs(point.value), abs(point.value - self.model.constant)) / self.scaled.unit
         if size and not SCALED_OPTIMUM / 1e2 <= size <= SCALED_OPTIMUM * 1e2:
-            self.unit *= size / SCALED_OPTIMUM
+            self.scaled.unit *= size / SCALED_OPTIMUM
             solver, point = self.relax_once()
         while times := self.violated(point.values):
-            self.times += times
+            self.scaled.times += times
             for at in times:
-                self.add_rows(solver, [self.memory_row(at)])
+                self.scaled.add_rows(solver, [self.scaled.memory_row(at)])
             point = self.run_relaxation(solver)
         return point
 
     def relax_once(self) -> tuple[highspy.Highs, Point]:
-        solver = self.fresh(np.zeros_like(self.model.upper), self.model.upper, integers=False)
+        solver = self.scaled.fresh(np.zeros_like(self.model.upper), self.model.upper, integers=False)
         return solver, self.run_relaxation(solver)
 
     def run_relaxation(self, solver: highspy.Highs) -> Point:
@@ -167,17 +154,7 @@ class Branch:
         if status != highspy.HighsModelStatus.kOptimal:
             raise SolverError(f"HiGHS ended the relaxation with `{solver.modelStatusToString(status)}`. Try another solver.")
         solution = solver.getSolution()
-        return Point(*self.checked(solver, solution), np.array(solution.col_dual) * self.unit)
-
-    def checked(self, solver: highspy.Highs, solution: highspy.HighsSolution) -> tuple[Floats, float]:
-        """Values and `c.x`, recomputed; a report that differs is a fault of the solver that must not pass."""
-        values = np.array(solution.col_value)
-        value = float(self.model.cost @ values) + self.model.constant
-        reported = solver.getInfo().objective_function_value * self.unit
-        size = max(float(np.abs(self.model.cost) @ np.abs(values)), abs(self.model.constant), self.unit)
-        if abs(value - reported) > REPORT_TOLERANCE * size:
-            raise CheckError(f"HiGHS reports an objective of {reported:.9g}, and its own solution is worth {value:.9g}")
-        return values, value
+        return Point(*self.scaled.checked(solver, solution), np.array(solution.col_dual) * self.scaled.unit)
 
     def close(self, relaxed: Point) -> None:
         """Branch and bound on the columns whose reduced cost leaves them a chance, with a spread that grows until it is proven enough.
@@ -197,7 +174,7 @@ class Branch:
                 failures += 1
                 spread = 4 * spread if failures < FAILURES else np.inf
                 continue
-            if run.point is not None and run.point.value < relaxed.value - REPORT_TOLERANCE * max(abs(relaxed.value), self.unit):
+            if run.point is not None and run.point.value < relaxed.value - REPORT_TOLERANCE * max(abs(relaxed.value), self.scaled.unit):
                 raise CheckError(f"HiGHS reports {run.point.value:.9g}, which is below its own relaxation, {relaxed.value:.9g}")
             self.bound = max(self.bound, run.bound if everything else min(run.bound, relaxed.value + spread))
             if everything or self.closed or not run.finished or self.best is None:
@@ -209,14 +186,14 @@ class Branch:
         """0.3 % of the relaxation, or what the best answer proves to be enough when that is under 1 %."""
         size = abs(relaxed.value)
         if self.best is not None and self.best.value - relaxed.value <= 0.01 * size:
-            return (self.best.value - relaxed.value) * (1 + 1e-6) + 1e-9 * self.unit
-        return max(0.003 * size, self.unit)
+            return (self.best.value - relaxed.value) * (1 + 1e-6) + 1e-9 * self.scaled.unit
+        return max(0.003 * size, self.scaled.unit)
 
     def narrowed(self, relaxed: Point, spread: float) -> tuple[Floats, Floats, bool]:
         """Bounds that any answer within `spread` of the relaxation obeys, and whether they are the original ones."""
         lower, upper = np.zeros_like(self.model.upper), self.model.upper.copy()
         reduced, values = relaxed.reduced, relaxed.values
-        priced = np.abs(reduced) > 1e-9 * self.unit
+        priced = np.abs(reduced) > 1e-9 * self.scaled.unit
         reach = np.divide(spread, np.abs(reduced), out=np.full_like(reduced, np.inf), where=priced)
         at_lower = (reduced > 0) & (values <= INTEGRAL)
         at_upper = (reduced < 0) & (values >= upper - INTEGRAL) & np.isfinite(upper)
@@ -234,7 +211,7 @@ class Branch:
     def branch(self, lower: Floats, upper: Floats) -> Run:
         """Branch and bound on fresh objects, once more with each memory row or cover that the answer violates."""
         while True:
-            solver = self.fresh(lower, upper, integers=True)
+            solver = self.scaled.fresh(lower, upper, integers=True)
             self.limit_time(solver)
             solver.run()
             status, info = solver.getModelStatus(), solver.getInfo()
@@ -243,21 +220,21 @@ class Branch:
             finished = status == highspy.HighsModelStatus.kOptimal
             if not finished and status != highspy.HighsModelStatus.kTimeLimit:
                 raise SolverError(f"HiGHS ended branch and bound with `{solver.modelStatusToString(status)}`. Try another solver.")
-            bound = info.mip_dual_bound * self.unit
+            bound = info.mip_dual_bound * self.scaled.unit
             if info.primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
                 return Run(None, bound, finished)
-            values, value = self.checked(solver, solver.getSolution())
+            values, value = self.scaled.checked(solver, solver.getSolution())
             self.offer(values)
             self.starts.append(values)
             if not self.tighten(values) or self.late:
                 return Run(Point(values, value), bound, finished)
-            self.log(f"{len(self.times)} memory rows, {len(self.covers)} covers")
+            self.log(f"{len(self.scaled.times)} memory rows, {len(self.scaled.covers)} covers")
 
     def tighten(self, values: Floats) -> bool:
         """Adds what an integral answer violates; whether there was anything to add."""
         rounded = self.rounded(values)
         times = self.violated(rounded)
-        self.times += times
+        self.scaled.times += times
         if times or self.peak:
             return bool(times)
         usage = self.memory.usage(rounded[: self.columns])
@@ -266,7 +243,7 @@ class Branch:
             return False
         cover = self.cover(worst, rounded)
         if cover is not None:
-            self.covers.append(cover)
+            self.scaled.covers.append(cover)
         return cover is not None
 
     def cover(self, at: int, rounded: Floats) -> np.ndarray | None:
@@ -293,10 +270,10 @@ class Branch:
 
     def violated(self, values: Floats) -> list[int]:
         """Times to add a memory row for."""
-        limit = float(values[-1]) * self.byte_unit if self.peak else self.limit
+        limit = float(values[-1]) * self.scaled.byte_unit if self.peak else self.limit
         if not np.isfinite(limit):
             return []
-        return self.memory.worst_times(self.memory.usage(values[: self.columns]), limit * (1 + 1e-9), set(self.times))
+        return self.memory.worst_times(self.memory.usage(values[: self.columns]), limit * (1 + 1e-9), set(self.scaled.times))
 
     def offer(self, values: Floats) -> None:
         """Makes an answer of a point, fractional or not, by rounding strategies and repairing what that breaks; the best is kept."""
@@ -327,9 +304,9 @@ class Branch:
         upper[: self.model.num_choices] = 0.0
         chosen = self.problem.offsets[:-1] + np.array(choice, np.int64)
         lower[chosen] = upper[chosen] = 1.0
-        times = list(self.times)
+        times = list(self.scaled.times)
         while True:
-            solver = self.fresh(lower, upper, integers=True, times=times)
+            solver = self.scaled.fresh(lower, upper, integers=True, times=times)
             solver.setOptionValue("time_limit", LONGEST_SETTLE_S)
             solver.run()
             if solver.getInfo().primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
@@ -339,45 +316,6 @@ class Branch:
             if not new:
                 return self.snapped(values[self.model.num_choices : self.columns])
             times += new
-
-    def fresh(self, lower: Floats, upper: Floats, *, integers: bool, times: list[int] | None = None) -> highspy.Highs:
-        """A new HiGHS object with the programme in scaled units and all memory rows known so far."""
-        solver = _Highs()
-        for option, value in _OPTIONS.items():
-            solver.setOptionValue(option, value)
-        solver.setOptionValue("mip_rel_gap", self.gap / 2)
-        solver.setOptionValue("mip_abs_gap", 1e-9)
-        model, matrix = self.model, self.model.matrix
-        args = (
-            matrix.shape[1], matrix.shape[0], matrix.nnz, int(highspy.MatrixFormat.kRowwise), int(highspy.ObjSense.kMinimize),
-            model.constant / self.unit, model.cost / self.unit, lower, upper, model.row_lower, model.row_upper,
-            matrix.indptr.astype(np.int32), matrix.indices.astype(np.int32), matrix.data, model.integer.astype(np.int32) * integers,
-        )  # fmt: skip
-        if solver.passModel(*args) == highspy.HighsStatus.kError:
-            raise SolverError("HiGHS refused the programme: a cost or bound is not a number")
-        rows = [self.memory_row(at) for at in (self.times if times is None else times)]
-        rows += [(cover, np.ones(len(cover)), len(cover) - 1.0) for cover in self.covers]
-        self.add_rows(solver, rows)
-        return solver
-
-    @property
-    def byte_unit(self) -> float:
-        """Bytes that a scaled memory row counts as one."""
-        limit = self.limit if np.isfinite(self.limit) else 0.0
-        return max(limit, 1e-6 * float(self.memory.nbytes.max(initial=1.0))) / SCALED_BUDGET
-
-    def memory_row(self, at: int) -> tuple[np.ndarray, Floats, float]:
-        columns, nbytes = self.memory.row(at)
-        if self.peak:
-            columns, nbytes = np.append(columns, len(self.model.cost) - 1), np.append(nbytes, -self.byte_unit)
-        room = -self.memory.fixed[at] if self.peak else self.limit - self.memory.fixed[at]
-        return columns, nbytes / self.byte_unit, float(room / self.byte_unit)
-
-    @staticmethod
-    def add_rows(solver: highspy.Highs, rows: list[tuple[np.ndarray, Floats, float]]) -> None:
-        for columns, values, upper in rows:
-            bounds = np.array([-highspy.kHighsInf]), np.array([upper])
-            solver.addRows(1, *bounds, len(columns), np.zeros(1, np.int32), columns.astype(np.int32), values)
 
     def limit_time(self, solver: highspy.Highs) -> None:
         """Lets a run last until the deadline (HiGHS counts the time of all runs of an object)."""
@@ -399,21 +337,3 @@ def _num_nodes(model: Programme) -> int:
     """The first rows choose one strategy per node: each strategy is in exactly one of them."""
     starts = model.matrix.indptr
     return int(np.searchsorted(starts, model.num_choices))
-
-
-class _Highs(highspy.Highs):
-    """HiGHS without its callbacks, whose set-up prints a banner to standard output that no option turns off."""
-
-    def __init__(self):
-        super(highspy.Highs, self).__init__()
-
-
-_OPTIONS = {
-    "output_flag": False,
-    "threads": 1,
-    "parallel": "off",
-    "primal_feasibility_tolerance": 1e-8,
-    "dual_feasibility_tolerance": 1e-7,
-    "mip_feasibility_tolerance": 1e-7,
-    "small_matrix_value": 1e-12,
-}

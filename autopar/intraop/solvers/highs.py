@@ -64,9 +64,9 @@ def _solved(problem: Problem, gap: float, deadline: float, log: Log) -> Solution
     if branch.best is None:
         return None
     best, size = branch.best, branch.model.matrix.shape
-    status = "optimal" if branch.closed else "time_limit" if branch.late else "feasible"
+    status: Status = "optimal" if branch.closed else "time_limit" if branch.late else "feasible"
     bound = min(branch.bound, best.value)
-    return Solution(best.choice, best.side, best.value, bound, status, variables=size[1], constraints=size[0] + len(branch.times))
+    return Solution(best.choice, best.side, best.value, bound, status, variables=size[1], constraints=size[0] + len(branch.scaled.times))
 
 
 def _is_large(problem: Problem) -> bool:
@@ -90,7 +90,7 @@ def _solved_large(problem: Problem, gap: float, deadline: float, log: Log) -> So
     if best.solution is None and np.isinf(excluded.bound):
         raise Unsatisfiable
     if best.solution is None:
-        best.take(improve(problem, memory, choice_of(problem, -np.concatenate(problem.node_costs)), deadline))
+        best.take(improve(problem, memory, choice_of(problem, -np.concatenate(problem.node_costs)).tolist(), deadline))
     if best.solution is not None and best.value() - excluded.bound <= gap * abs(best.value()):
         return best.proven(min(excluded.bound, best.value()), "optimal")
     try:
@@ -210,10 +210,12 @@ def _repaired(branch: Branch, choice: tuple[int, ...]) -> tuple[tuple[int, ...],
 def _offer_cheapest(branch: Branch, deadline: float) -> None:
     """Offers what is found near the cheapest strategy of each node."""
     problem = branch.problem
-    choice: tuple[int, ...] | None = tuple(int(p) for p in choice_of(problem, -branch.model.cost))
-    side = branch.settle(choice) if branch.model.num_side and choice is not None else np.zeros(0)
-    if not branch.model.num_side:
-        choice = improve(problem, branch.memory, choice, deadline)
+    cheapest = tuple(int(p) for p in choice_of(problem, -branch.model.cost))
+    if branch.model.num_side:
+        side = branch.settle(cheapest)
+        choice = None if side is None else cheapest
+    else:
+        choice, side = improve(problem, branch.memory, cheapest, deadline), np.zeros(0)
     if choice is not None and side is not None:
         branch.take(choice, side, branch.judge(choice, side))
 
@@ -224,12 +226,12 @@ def _least_bytes(problem: Problem, deadline: float, log: Log) -> Branch:
 
     def judge(choice: tuple[int, ...], side: Floats) -> float | None:
         value = evaluate(problem, choice, side)
-        return value.peak_bytes / branch.byte_unit if value.consistent else None
+        return value.peak_bytes / branch.scaled.byte_unit if value.consistent else None
 
     model, even = with_peak(programme(problem)), np.concatenate([_uniform(problem), np.zeros(len(problem.side))])
     limit = max(float(memory.usage(even).max(initial=0.0)), 1.0)
     branch = Branch(problem, model, memory, judge, _repaired, limit=limit, peak=True, gap=1e-9, deadline=deadline, log=log)
-    branch.times = memory.worst_times(memory.usage(np.ones(problem.num_choices + len(problem.side))), -np.inf)
+    branch.scaled.times = memory.worst_times(memory.usage(np.ones(problem.num_choices + len(problem.side))), -np.inf)
     return branch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,7 +51,7 @@ class MemoryRows:
         columns, where = np.unique(self.column[active], return_inverse=True)
         return columns, np.bincount(where, self.nbytes[active], minlength=len(columns)).astype(float)
 
-    def worst_times(self, usage: Floats, limit: float, known: set[int] = frozenset()) -> list[int]:
+    def worst_times(self, usage: Floats, limit: float, known: Set[int] = frozenset()) -> list[int]:
         """The times over `limit` that are worst, at most twelve and spaced, none of them `known`; empty where all fits."""
         if not self.horizon:
             return []

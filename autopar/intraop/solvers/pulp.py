@@ -22,7 +22,7 @@ import pulp
 from autopar.errors import SolverError
 from autopar.intraop.evaluate import Infeasible, evaluate, horizon_of
 from autopar.intraop.solvers.highs import checked
-from autopar.ir.problem import Edge, Floats, Problem, Solution
+from autopar.ir.problem import Edge, Floats, Problem, Solution, Status
 
 
 def solve(
@@ -48,7 +48,7 @@ def solve(
         raise _infeasible(problem, solver, time_limit_s, log)
     choice, side = values
     objective = evaluate(problem, choice, side).objective
-    bound, status = (objective - gap * abs(objective), "optimal") if proven else (-np.inf, "time_limit")
+    bound, status = (objective - gap * abs(objective) if proven else -np.inf), _status(proven)
     variables, constraints = statement.model.numVariables(), statement.model.numConstraints()
     solution = Solution(
         choice, side, objective, bound, status, variables=variables, constraints=constraints, seconds=time.monotonic() - begin
@@ -74,8 +74,17 @@ def minimum_peak(
     if values is None:
         raise Infeasible("the edges and side rows exclude every choice")
     value = evaluate(problem, *values)
-    status = "optimal" if proven else "time_limit"
-    return value.peak_bytes, Solution(*values, value.objective, -np.inf, status, value.peak_bytes, time.monotonic() - begin)
+    return value.peak_bytes, Solution(*values, value.objective, -np.inf, _status(proven), value.peak_bytes, time.monotonic() - begin)
+
+
+Take = list[dict[int, pulp.LpVariable]]
+"""A variable per node and allowed strategy."""
+
+Log = Callable[[str], None]
+
+
+def _status(proven: bool) -> Status:
+    return "optimal" if proven else "time_limit"
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ class _Statement:
 
     problem: Problem
     model: pulp.LpProblem
-    take: list[dict[int, pulp.LpVariable]]
+    take: Take
     side: list[pulp.LpVariable]
     seconds: pulp.LpAffineExpression
     live: list[pulp.LpAffineExpression]
@@ -116,7 +125,7 @@ def _state(problem: Problem) -> _Statement:
     return _Statement(problem, model, take, side, seconds, live, time_unit, byte_unit)
 
 
-def _state_edge(model: pulp.LpProblem, take, number: int, edge: Edge):
+def _state_edge(model: pulp.LpProblem, take: Take, number: int, edge: Edge) -> list[tuple[pulp.LpVariable, float]]:
     """Cells of an edge with their costs; of an edge from a node to itself only the diagonal is there."""
     a, b, cost = take[edge.a], take[edge.b], edge.cost
     pairs = [(p, q) for p in a for q in b if np.isfinite(cost[p, q]) and (edge.a != edge.b or p == q)]
@@ -128,7 +137,7 @@ def _state_edge(model: pulp.LpProblem, take, number: int, edge: Edge):
     return [(variable, cost[pair]) for pair, variable in cell.items()]
 
 
-def _state_rows(model: pulp.LpProblem, problem: Problem, columns) -> None:
+def _state_rows(model: pulp.LpProblem, problem: Problem, columns: list[pulp.LpVariable | int]) -> None:
     rows = problem.rows
     sums: list[list] = [[] for _ in range(len(rows))]
     for row, column, value in zip(rows.row, rows.column, rows.value, strict=True):
@@ -144,7 +153,7 @@ def _state_rows(model: pulp.LpProblem, problem: Problem, columns) -> None:
             model += total <= float(upper)
 
 
-def _live(problem: Problem, take, side, at: int, byte_unit: float) -> pulp.LpAffineExpression:
+def _live(problem: Problem, take: Take, side: list[pulp.LpVariable], at: int, byte_unit: float) -> pulp.LpAffineExpression:
     """Bytes live at a time."""
     nodes = [(u.node, u.nbytes) for u in problem.usages if u.start <= at < u.stop]
     terms = [float(nbytes[p]) / byte_unit * variable for i, nbytes in nodes for p, variable in take[i].items()]
@@ -180,7 +189,7 @@ def _cbc(time_limit_s: float | None, gap: float) -> pulp.LpSolver:
     return pulp.COIN_CMD(path=bundled, msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap / 2, options=tolerances)
 
 
-def _run(statement: _Statement, solver: pulp.LpSolver, log) -> tuple[tuple[tuple[int, ...], Floats] | None, bool]:
+def _run(statement: _Statement, solver: pulp.LpSolver, log: Log | None) -> tuple[tuple[tuple[int, ...], Floats] | None, bool]:
     """Strategies and side columns with whether they are proven optimal; None where nothing satisfies the model."""
     model = statement.model
     model.solve(solver)
@@ -190,13 +199,13 @@ def _run(statement: _Statement, solver: pulp.LpSolver, log) -> tuple[tuple[tuple
         return None, True
     if model.sol_status == pulp.LpSolutionNoSolutionFound:
         raise SolverError(f"{solver.name} found no answer: {pulp.LpStatus[model.status]}. Give more time with `time_limit_s`.")
-    choice = tuple(max(strategies, key=lambda p, s=strategies: s[p].value()) for strategies in statement.take)
+    choice = tuple(max((variable.value(), p) for p, variable in strategies.items())[1] for strategies in statement.take)
     side = np.clip(np.array([y.value() for y in statement.side], float), 0.0, statement.problem.side.upper)
     side = np.where(np.abs(side - np.round(side)) <= 1e-6, np.round(side), side)
     return (choice, side), model.sol_status == pulp.LpSolutionOptimal
 
 
-def _infeasible(problem: Problem, solver, time_limit_s: float | None, log) -> Infeasible:
+def _infeasible(problem: Problem, solver: pulp.LpSolver | None, time_limit_s: float | None, log: Log | None) -> Infeasible:
     if problem.budget is None:
         return Infeasible("the edges and side rows exclude every choice")
     peak, solution = minimum_peak(problem, time_limit_s=time_limit_s, log=log, solver=solver)
