@@ -242,7 +242,7 @@ def roles_of(traced: Traced) -> list[str]:
 
 def fingerprint_of(traced: Traced) -> str:
     """The program's fingerprint: a plan belongs to exactly one."""
-    threefry = bool(jax.config.jax_threefry_partitionable)
+    threefry = bool(getattr(jax.config, "jax_threefry_partitionable", True))
     return fingerprint(traced.graph, {"threefry_partitionable": threefry, "carried": traced.roles.carried})
 
 
@@ -256,7 +256,8 @@ def _pin_of(c: Compilation, name: str) -> str:
 
 def input_pins(c: Compilation, mesh: LogicalMesh) -> dict[int, tuple[TensorSharding, ...]]:
     """Graph input value -> the shardings that pins leave it. Raises `UsageError` for a pin that cannot hold."""
-    graph, found = c.traced.graph, {}
+    graph = c.traced.graph
+    found: dict[int, tuple[TensorSharding, ...]] = {}
     matched: set[str] = set()
     for v, name in zip(graph.inputs, graph.input_names, strict=True):
         aval = graph.avals[v]

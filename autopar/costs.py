@@ -22,7 +22,9 @@ _TRANSCENDENTAL = frozenset(
     {"exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf", "erf_inv", "erfc", "pow", "sin", "cos", "tan", "cbrt", "lgamma"}
 )
 _SHAPE_ONLY = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient", "optimization_barrier"})
-_FUSED_SHAPES = frozenset({"broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "select_n"})
+_FUSED_SHAPES = frozenset(
+    {"broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "select_n"}
+)
 _REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin", "reduce_precision"}
 )
@@ -111,12 +113,12 @@ def fusion_charges(graph: Graph, elementwise: Sequence[bool]) -> Charges:
     entered: set[tuple[int, int]] = set()
     for i, op in enumerate(graph.ops):
         mine = []
-        for k, o in enumerate(op.operands):
-            if isinstance(o, Constant) or o in graph.free or (groups[i], o) in entered:
+        for k, operand in enumerate(op.operands):
+            if isinstance(operand, Constant) or operand in graph.free or (groups[i], operand) in entered:
                 continue
-            p = graph.producer.get(o)
+            p = graph.producer.get(operand)
             if p is None or groups[p] != groups[i] or not fusible[p]:
-                entered.add((groups[i], o))
+                entered.add((groups[i], operand))
                 mine.append(k)
         reads.append(tuple(mine))
         writes.append(tuple(k for k, r in enumerate(op.results) if _leaves(graph, r, groups, i, fusible)))

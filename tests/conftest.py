@@ -16,6 +16,7 @@ FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=30",
     "--xla_cpu_collective_call_terminate_timeout_seconds=60",
+    "--xla_backend_optimization_level=0",  # LLVM's effort alone: tests compile many programs and run each a few times
 )
 
 assert "jax" not in sys.modules, "JAX was imported before its devices could be chosen here; look for a pytest plugin that imports it"

@@ -19,6 +19,7 @@ from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import Strategy, operand_sharding, result_sharding
 from autopar.rules import local_function
+from autopar.trace import compat
 
 __all__ = ["METHODS", "Place", "lower"]
 
@@ -127,7 +128,8 @@ def _users(function: Callable, op: Op, params: dict[str, Any], operands: Sequenc
 
 def _typed(operand: Operand, aval: Aval, x: Any) -> Any:
     """A literal in the dtype it has in the program, whatever Python or numpy type carries it."""
-    return np.asarray(x, jnp.dtype(aval.dtype)) if isinstance(operand, Constant) and not hasattr(x, "aval") else x
+    typed = not isinstance(operand, Constant) or hasattr(x, "aval") or aval.dtype == "float0"
+    return x if typed else np.asarray(x, jnp.dtype(aval.dtype))
 
 
 def _local(sharding: TensorSharding, aval: Aval, place: Place, as_written: bool) -> tuple[tuple[int, ...], str]:
@@ -135,7 +137,7 @@ def _local(sharding: TensorSharding, aval: Aval, place: Place, as_written: bool)
 
 
 def _check(what: str, op: Op, rule: ShardingRule, strategy: Strategy, arrays: Sequence[Any], expected: Sequence[tuple]) -> None:
-    found = [(tuple(jnp.shape(x)), str(jnp.result_type(x))) for x in arrays]
+    found = [(tuple(jnp.shape(x)), compat.dtype_name(jnp.result_type(x))) for x in arrays]
     if len(found) != len(expected) or any(f != e for f, e in zip(found, expected, strict=True)):
         where = f" at {op.source}" if op.source else ""
         raise CheckError(

@@ -79,8 +79,8 @@ def choose_on(
 def _tight(layout: Layout, solution: Solution) -> Solution:
     """The same answer without openings that nothing flows through, so that memory counts only what is there."""
     side = np.array(solution.side)
-    for openings in layout.openings:
-        tighten(openings, side)
+    for network, openings in zip(layout.networks, layout.openings, strict=True):
+        tighten(network, openings, solution.choice, side)
     return replace(solution, side=side)
 
 

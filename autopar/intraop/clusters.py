@@ -65,7 +65,8 @@ def find_clusters(graph: Graph, rules: Sequence[ShardingRule], carried: Sequence
             continue
         follows = followed(op, rules[i])
         for k in _full(graph, op) if i in linear else follows:
-            p = graph.producer.get(op.operands[k]) if isinstance(op.operands[k], int) else None
+            operand = op.operands[k]
+            p = graph.producer.get(operand) if isinstance(operand, int) else None
             if p is None or p in skipped or (p in linear) != (i in linear):
                 continue
             if i in linear or _can_lead(graph.ops[p], rules[p]):

@@ -176,8 +176,9 @@ class _Enumerator:
         total = [0.0] * len(space)
         groups: dict[Any, tuple[int, int, int]] = {}
         for j, i in enumerate(cluster.ops):
-            key = (id(self.shape.rules[i]), self.shape.charges.reads[i], self.shape.charges.writes[i], self.graph.ops[i].primitive)
-            key = (*key, tuple(sorted(space.classes[j].items())), self._avals(i))
+            charged = (self.shape.charges.reads[i], self.shape.charges.writes[i])
+            classes = tuple(sorted(space.classes[j].items()))
+            key = (id(self.shape.rules[i]), charged, self.graph.ops[i].primitive, classes, self._avals(i))
             first, position, count = groups.get(key, (i, j, 0))
             groups[key] = (first, position, count + 1)
         for i, j, count in groups.values():
@@ -216,9 +217,8 @@ class _Enumerator:
         if len(self.shape.folded.members) == len(self.shape.clusters):
             return v
         users = tuple(sorted((self._class(u), self.shape.position.get(u, -1), k) for u, k in self.graph.uses.get(v, ())))
-        makers = tuple(
-            (self._class(self.graph.producer.get(self.graph.outputs[o], -1))) for o, w in self.tied.items() if w == v
-        )
+        nexts = [self.graph.outputs[o] for o, w in self.tied.items() if w == v]
+        makers = tuple(self._class(self.graph.producer.get(o, -1)) for o in nexts if isinstance(o, int))
         return (self.graph.avals[v], users, makers, self.pins.get(v))
 
     def _class(self, i: int) -> int:
@@ -281,7 +281,7 @@ class _Enumerator:
             if wanted:
                 aval, layers = self.graph.avals[v], self._layers(v, value, wanted)
                 users = sorted(wanted, key=lambda u: (u[0], u[2], id(u[1])))
-                kind = (value.node, id(value.vector), aval, tuple((n, id(w), k) for n, w, k in users), layers, v in self.graph.inputs)
+                kind = (value.node, id(value.vector), aval, tuple((n, id(w), k) for n, w, k in users), layers, self._is_held(v, value, users))
                 kinds.setdefault(kind, []).append((v, value, users))
         return [self._network(members) for members in kinds.values()]
 
@@ -304,7 +304,20 @@ class _Enumerator:
         late = [i for u in users if u[2] == LATE for i, _ in value.users[u]]
         last = max((*early, *late))
         first_late = min(late) if late else min(early)
-        return Member(v, tuple(tuple(value.users[u]) for u in users), made, max(early) if early else made, first_late, last)
+        uses = tuple(tuple(value.users[u]) for u in users)
+        return Member(v, uses, made, max(early) if early else made, first_late, last, self._held(v, value))
+
+    def _is_held(self, v: int, value: _Value, users: Sequence[tuple[int, Vector, int]]) -> bool:
+        """Whether the value is still there as it was made when it is first read late."""
+        member = self._member(v, value, users)
+        return member.held >= member.late
+
+    def _held(self, v: int, value: _Value) -> int:
+        """The last op that reads a value as it is made; inputs stay to the end."""
+        if v not in self.graph.producer:
+            return self.end
+        own = [i for u, uses in value.users.items() if self._same(value, u) for i, _ in uses]
+        return max(own, default=self.graph.producer[v])
 
     def _network(self, members: list[tuple[int, _Value, list[tuple[int, Vector, int]]]]) -> Network:
         v, value, users = members[0]
@@ -312,15 +325,17 @@ class _Enumerator:
         shardings = {s for s in value.vector} | {s for _, w, _ in users for s in w}
         graph = self._states(aval, tuple(sorted({kind for s in shardings for _, kind in s.partial})))
         layers = self._layers(v, value, users)
+        own = [self._member(m, mv, mu) for m, mv, mu in members]
+        held = all(m.held >= m.late for m in own)
         return Network(
             value.node,
             value.vector,
             aval,
             tuple(User(n, w, k) for n, w, k in users),
-            tuple(self._member(m, mv, mu) for m, mv, mu in members),
+            tuple(own),
             graph,
             layers,
-            v in self.graph.inputs,
+            held,
         )
 
     def _states(self, aval: Aval, kinds: tuple[Reduction, ...]) -> StateGraph:
@@ -356,8 +371,7 @@ class _Enumerator:
         if self._carried_out(v):
             return p, p + 1
         wanted = [u for u in value.users if not self._same(value, u)]
-        own = [i for u, uses in value.users.items() if u not in wanted for i, _ in uses]
-        last = max(own, default=p)
+        last = self._held(v, value)
         if wanted:
             member = self._member(v, value, wanted)
             last = max(last, member.early if self._layers(v, value, wanted) == 2 else member.last)

@@ -146,7 +146,7 @@ def _gate(graph: Graph, member: Member) -> int:
 
 def _free_moves(layout: Layout, strategies: Sequence[Strategy], outputs: Sequence[TensorSharding]) -> list[PlannedMove]:
     """Slices of the values that depend on no input: they are made whole everywhere, and cut where needed at no cost."""
-    graph, mesh = layout.shape.graph, layout.mesh
+    graph = layout.shape.graph
     found: dict[tuple[int, TensorSharding], list[PlannedMove]] = {}
     for i, op in enumerate(graph.ops):
         for k, o in enumerate(op.operands):

@@ -33,7 +33,10 @@ class User:
 
 @dataclass(frozen=True)
 class Member:
-    """One value of a network: its uses by user, and when it is made, last read early, first and last read late (op indices)."""
+    """One value of a network: its uses by user, and when it is made, last read early, first and last read late (op indices).
+
+    `held` is the last time at which it is there in the sharding in which it was made, whatever its users do.
+    """
 
     value: int
     uses: tuple[tuple[Use, ...], ...]
@@ -41,6 +44,7 @@ class Member:
     early: int
     late: int
     last: int
+    held: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +68,15 @@ class Network:
 class Opening:
     """An arc that may be opened: a move within `layer`, or waiting in state `head` from early to late (`arc` is None).
 
-    `flows` are the side columns of the users' flows through it, where it has several users.
+    With `held`, what waits is the value as it was made, which is there anyway. `flows` are the side columns of the users' flows
+    through it, where it has several users.
     """
 
     layer: int
     head: int
     arc: Arc | None
     column: int
+    held: bool = False
     flows: tuple[int, ...] = ()
 
 
@@ -140,6 +146,8 @@ def add_network(network: Network, builder: SideBuilder, local_bytes: Sequence[in
     openings = _openings(network, builder)
     for o in openings:
         _charge(network, o, builder, local_bytes[o.head], small)
+        if o.held:
+            _hold(network, o, builder)
     flows: dict[int, list[int]] = {}
     for user in network.users:
         if len(network.users) == 1:
@@ -156,8 +164,18 @@ def add_network(network: Network, builder: SideBuilder, local_bytes: Sequence[in
     return tuple(replace(o, flows=tuple(flows.get(o.column, ()))) for o in openings)
 
 
-def tighten(openings: Sequence[Opening], side: Floats) -> None:
-    """Close, in place, what no user flows through: an opening that costs nothing may have been left open by the solver."""
+def tighten(network: Network, openings: Sequence[Opening], choice: Sequence[int], side: Floats) -> None:
+    """Settle, in place, what the solver may leave open since it costs no time: memory then counts only what is there.
+
+    A value that waits as it was made, though it is there anyway, is not charged twice; what no user flows through is closed.
+    """
+    made = network.graph.index[network.vector[choice[network.producer]]]
+    charged = next((o for o in openings if o.arc is None and not o.held and o.head == made), None)
+    free = next((o for o in openings if o.held and o.head == made), None)
+    if charged is not None and free is not None:
+        for old, new in zip((charged.column, *charged.flows), (free.column, *free.flows), strict=True):
+            side[new] = min(1.0, side[new] + side[old])
+            side[old] = 0.0
     for o in openings:
         if o.flows:
             side[o.column] = max(side[f] for f in o.flows)
@@ -179,19 +197,27 @@ def _openings(network: Network, builder: SideBuilder) -> tuple[Opening, ...]:
                 found.append(Opening(layer, a.head, a, builder.add_column(a.seconds * count, several)))
     if network.layers == 2:
         found.extend(Opening(LATE, s, None, builder.add_column(0.0, several)) for s in sorted(used))
+        if network.held:
+            found.extend(Opening(LATE, s, None, builder.add_column(0.0, several), True) for s in sorted(sources))
     return tuple(found)
+
+
+def _hold(network: Network, opening: Opening, builder: SideBuilder) -> None:
+    """A value waits free of charge only in the sharding in which it was made."""
+    first = int(builder.offsets[network.producer])
+    made_so = [(first + s, -1.0) for s, sharding in enumerate(network.vector) if network.graph.index[sharding] == opening.head]
+    builder.add_row([(builder.side(opening.column), 1.0), *made_so], -np.inf, 0.0)
 
 
 def _charge(network: Network, opening: Opening, builder: SideBuilder, nbytes: int, small: float) -> None:
     """Memory of the form that an opening makes or keeps, for each member."""
     if nbytes <= small:
         return
-    base = frozenset(network.graph.index[s] for s in network.vector)
     for m in network.members:
-        if opening.arc is None:
-            if network.held and opening.head in base:
-                continue
-            start, stop = m.early + 1, m.late
+        if opening.held:
+            start, stop = m.held + 1, m.last + 1
+        elif opening.arc is None:
+            start, stop = m.early + 1, m.last + 1
         elif network.layers == 2 and opening.layer == EARLY:
             start, stop = max(m.made, 0), m.early + 1
         else:

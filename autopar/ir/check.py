@@ -23,9 +23,9 @@ def check_graph(graph: Graph) -> Graph:
             if r in defined:
                 raise CheckError(f"op {i} `{op.primitive}` makes value {r} a second time.")
             defined.add(r)
-    for k, o in enumerate(graph.outputs):
-        if not isinstance(o, Constant) and o not in defined:
-            raise CheckError(f"output {k} is value {o}, which nothing makes.")
+    for k, out in enumerate(graph.outputs):
+        if not isinstance(out, Constant) and out not in defined:
+            raise CheckError(f"output {k} is value {out}, which nothing makes.")
     return graph
 
 

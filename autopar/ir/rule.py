@@ -49,7 +49,8 @@ class ShardingRule:
     @cached_property
     def method(self) -> dict[Factor, Method]:
         """Factor -> method, `plain` where nothing special is said."""
-        return dict.fromkeys(self.size, "plain") | dict(self.methods)
+        found: dict[Factor, Method] = dict.fromkeys(self.size, "plain")
+        return found | dict(self.methods)
 
     @cached_property
     def in_operands(self) -> frozenset[Factor]:

@@ -88,6 +88,10 @@ def check_strategy(rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh) ->
                 raise IllegalStrategyError(f"dimension ({' '.join(dim)}) would be cut inside a factor that is not fully cut.")
     if any(index >= len(rule.passes) for _, index in strategy.passes):
         raise IllegalStrategyError(f"rule `{rule}` has no such way of passing partial values: {strategy}.")
+    for position in range(len(rule.results)):
+        kinds = {kind for _, kind in result_sharding(rule, strategy, position).partial}
+        if len(kinds) > 1:
+            raise IllegalStrategyError(f"a result would be partial in two ways at once ({', '.join(sorted(kinds))}): {strategy}.")
 
 
 def is_legal(rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh) -> bool:

@@ -13,16 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from autopar.errors import ModelError
+
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 Init = Callable[[jax.Array], Any]
 Step = Callable[[Any, Batch], tuple[Any, Metrics]]
 Created = tuple[Init, Step]
 """What a family makes: `init(key)` gives the state, and `train_step(state, batch)` the new state and metrics."""
-
-
-class ModelError(ValueError):
-    """A name, size or option that the zoo cannot build; the message says what would do."""
 
 
 @dataclass(frozen=True, kw_only=True)

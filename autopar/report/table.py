@@ -16,11 +16,12 @@ from autopar.report.units import axes_text, bytes_text, count_text, percent_text
 
 ROLES = {"state": "State", "batch": "Batch", "constant": "Constants"}
 BAR = 30
+NUMERIC = ("number", "times", "bytes", "time", "per device", "FLOP")
 
 
 def plan_table(plan: Plan) -> Group:
     """What was decided and what it is predicted to cost, as a rich renderable. `render` turns it into text."""
-    parts: list[RenderableType] = [_header(plan), *_leaf_tables(plan)]
+    parts: list[RenderableType] = [header(plan), *_leaf_tables(plan)]
     if plan.collectives:
         parts += ["", _collective_table(plan)]
     if plan.whole:
@@ -58,7 +59,8 @@ def schedule_text(plan: Plan) -> str:
     return ", ".join([*parts, "nothing recomputed" if plan.remat == "none" else f"remat {plan.remat}"])
 
 
-def _header(plan: Plan) -> Table:
+def header(plan: Plan) -> Table:
+    """The plan in a few lines."""
     table = Table.grid(padding=(0, 2))
     table.title = Text(f"Plan for {plan.target or 'a function'}", style="bold")
     table.title_justify = "left"
@@ -111,9 +113,9 @@ def _leaf_tables(plan: Plan) -> Iterable[RenderableType]:
         if not members:
             continue
         title = f"{ROLES.get(role, role.capitalize())}, {bytes_text(sum(g.nbytes for g in members))} per device"
-        table = _table(title, "leaf", "number", "type", "sharding", "per device")
+        table = titled_table(title, "leaf", "number", "type", "sharding", "per device")
         for g in members:
-            table.add_row(*_cells(g.path, g.count, g.type_text, str(g.sharding), bytes_text(g.nbytes)))
+            table.add_row(*cells(g.path, g.count, g.type_text, str(g.sharding), bytes_text(g.nbytes)))
         yield from ("", table)
 
 
@@ -121,29 +123,30 @@ def _collective_table(plan: Plan) -> Table:
     groups = fold_collectives(plan.collectives)
     total = sum(g.seconds for g in groups)
     title = f"Collectives, {seconds_text(total)} per step"
-    table = _table(title, "kind", "axes", "phase", "purpose", "number", "times", "bytes", "time")
+    table = titled_table(title, "kind", "axes", "phase", "purpose", "number", "times", "bytes", "time")
     for g in groups:
         figures = (g.count, g.times, bytes_text(g.nbytes), seconds_text(g.seconds))
-        table.add_row(*_cells(g.kind, axes_text(g.axes), g.phase, g.purpose, *figures))
+        table.add_row(*cells(g.kind, axes_text(g.axes), g.phase, g.purpose, *figures))
     return table
 
 
 def _whole_table(whole: Sequence[WholeOp]) -> Table:
-    table = _table("Run whole on every device", "primitive", "source", "number", "FLOP", "time", "why")
+    table = titled_table("Run whole on every device", "primitive", "source", "number", "FLOP", "time", "why")
     for op in sorted(whole, key=lambda w: (-w.seconds, w.primitive, w.source)):
         why = "nothing better was found" if op.has_rule else "has no sharding rule"
-        table.add_row(*_cells(op.primitive, op.source, op.count, count_text(op.flops), seconds_text(op.seconds), why))
+        table.add_row(*cells(op.primitive, op.source, op.count, count_text(op.flops), seconds_text(op.seconds), why))
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def titled_table(title: str, *columns: str, right: Sequence[str] = NUMERIC) -> Table:
+    """An empty table; columns named in `right` are numbers."""
     table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
-        right = column in ("number", "times", "bytes", "time", "per device", "FLOP")
-        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
+        is_number = column in right
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
     return table
 
 
-def _cells(*values: object) -> tuple[Text, ...]:
+def cells(*values: object) -> tuple[Text, ...]:
     """Cells of plain text: a sharding's brackets are no markup."""
     return tuple(Text(str(v)) for v in values)

@@ -36,7 +36,7 @@ def ordered(dtype: str) -> bool:
 def is_zero(text: str | None) -> bool:
     """Whether a literal operand's text is zero."""
     try:
-        return text is not None and float(text.split(":")[0]) == 0
+        return text is not None and complex(text.split(":")[0]) == 0
     except ValueError:
         return False
 

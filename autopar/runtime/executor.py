@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -11,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from autopar import rules
 from autopar.emit.manual import Emission, emit, named_sharding
 from autopar.emit.spmd import emit_jit
-from autopar.errors import MeshError, StateError
+from autopar.errors import MeshError, StateError, UsageError
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import Plan
 from autopar.ir.sharding import TensorSharding
 from autopar.trace.trace import Traced
 
@@ -28,6 +32,13 @@ def make_mesh(mesh: LogicalMesh, devices: Sequence[Any] | None = None) -> Mesh:
             f"jax.config.update('jax_num_cpu_devices', {mesh.num_devices}) before JAX starts."
         )
     return Mesh(np.array(found[: mesh.num_devices]).reshape(mesh.sizes), mesh.names)
+
+
+def executable_for(plan: Plan, traced: Traced, mesh: Mesh, donate: bool = True, emitter: str = "shard_map") -> Executable:
+    """A plan and the program that it belongs to, ready to be compiled for `mesh`."""
+    found = tuple(rules.rule_for(op, traced.graph.aval) for op in traced.graph.ops)
+    as_written = plan.options.get("reduce_dtype") == "as_written"
+    return Executable(traced, Emission(traced.graph, traced.program, found, plan.sharding, as_written), mesh, donate, emitter)
 
 
 class Owned:
@@ -50,13 +61,13 @@ class Executable:
         self.traced, self.emission, self.mesh = traced, emission, mesh
         self.shardings = [named_sharding(s, mesh) for s in emission.plan.inputs]
         self.carried = tuple(i for i, _ in traced.roles.carried) if donate else ()
-        self.zero = jax.device_put(jnp.int32(0), named_sharding(TensorSharding(()), mesh))
         constants = traced.program.constants
         first = len(self.shardings) - len(constants)
-        self.constants = [jax.device_put(c, s) for c, s in zip(constants, self.shardings[first:], strict=True)]
+        with jax.set_mesh(mesh):
+            self.zero = jax.device_put(jnp.int32(0), named_sharding(TensorSharding(()), mesh))
+            self.constants = [jax.device_put(c, s) for c, s in zip(constants, self.shardings[first:], strict=True)]
         program = emit_jit(emission, mesh) if emitter == "jit" else emit(emission, mesh)
         self._jitted = jax.jit(program, donate_argnums=tuple(i + 1 for i in self.carried))
-        self._compiled: Any = None
 
     def specs(self) -> list[Any]:
         """The program's arguments as `jax.ShapeDtypeStruct`s on the mesh."""
@@ -65,32 +76,50 @@ class Executable:
         return [jax.ShapeDtypeStruct((), jnp.int32, sharding=self.zero.sharding), *structs]
 
     def lower(self) -> Any:
-        """The program lowered for the mesh, as `jax.jit(...).lower` gives it."""
-        return self._jitted.lower(*self.specs())
+        """The program lowered for the mesh, as `jax.jit(...).lower` gives it. The caller's own mesh plays no part."""
+        return self.lowered
 
-    @property
+    @cached_property
+    def lowered(self) -> Any:
+        """The lowered program; lowered once."""
+        with jax.set_mesh(self.mesh):
+            return self._jitted.lower(*self.specs())
+
+    @cached_property
     def compiled(self) -> Any:
         """The compiled program; compiled once."""
-        if self._compiled is None:
-            self._compiled = self.lower().compile()
-        return self._compiled
+        with jax.set_mesh(self.mesh):
+            return self.lowered.compile()
 
     def __call__(self, leaves: Sequence[Any], owned: Owned) -> list[Any]:
-        arguments = self.place(leaves, owned)
-        outputs = self.compiled(self.zero, *arguments, *self.constants)
+        self._check(leaves)
+        compiled = self.compiled
+        with jax.set_mesh(self.mesh):
+            outputs = compiled(self.zero, *self.place(leaves, owned), *self.constants)
         for array in outputs:
             owned.add(array)
         return list(outputs)
 
     def place(self, leaves: Sequence[Any], owned: Owned) -> list[Any]:
         """Leaves on the mesh in the planned shardings. State that is not ours, or given twice, is copied before it is donated."""
-        _check_alive(leaves, self.traced.graph.input_names)
-        carried, seen, placed = set(self.carried), set(), []
+        kept = Counter(id(x) for x in leaves)
+        carried, placed = set(self.carried), []
         for i, (leaf, sharding) in enumerate(zip(leaves, self.shardings, strict=False)):
-            ours = leaf in owned and id(leaf) not in seen
-            seen.add(id(leaf))
-            placed.append(_put(leaf, self.traced.graph.avals[self.traced.graph.inputs[i]].dtype, sharding, i in carried and not ours))
+            copy = i in carried and not (leaf in owned and kept[id(leaf)] == 1)
+            kept[id(leaf)] -= i in carried
+            placed.append(_put(leaf, self.traced.graph.avals[self.traced.graph.inputs[i]].dtype, sharding, copy))
         return placed
+
+    def _check(self, leaves: Sequence[Any]) -> None:
+        """Every leaf is an array that is still there."""
+        for leaf, name in zip((*leaves, *self.constants), self.traced.graph.input_names, strict=False):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise UsageError(f"`{name}` is a shape, and running a step takes arrays. `step.plan` and `step.lower` take shapes.")
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise StateError(
+                    f"`{name}` was donated to an earlier step and is gone. Pass the state that the last step returned, or keep the old "
+                    "one with Options(donate=False)."
+                )
 
 
 def _struct(aval: Any, sharding: Any) -> Any:
@@ -99,22 +128,13 @@ def _struct(aval: Any, sharding: Any) -> Any:
         dtype = jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
         return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=sharding)
     dtype = jax.dtypes.float0 if aval.dtype == "float0" else aval.dtype
-    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=sharding)
-
-
-def _check_alive(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    for leaf, name in zip(leaves, names, strict=False):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise StateError(
-                f"`{name}` was donated to an earlier step and is gone. Pass the state that the last step returned, or keep the old one "
-                "with Options(donate=False)."
-            )
+    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def _put(leaf: Any, dtype: str, sharding: Any, copy: bool) -> Any:
+    """A leaf on the mesh. What the host holds is always copied, so that it may be changed while the step runs."""
     if not isinstance(leaf, jax.Array):
-        leaf = np.asarray(leaf).astype(dtype) if not dtype.startswith("key<") and dtype != "float0" else leaf
-        return jax.device_put(leaf, sharding)
+        return jax.device_put(np.array(leaf, dtype=jax.dtypes.float0 if dtype == "float0" else dtype), sharding)
     placed = jax.device_put(leaf, sharding)
     return _copy(placed) if copy else placed
 

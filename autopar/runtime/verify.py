@@ -241,4 +241,5 @@ def check_time(plan: Plan, seconds: Sequence[float]) -> Check:
     """Predicted step time beside the median of the measured ones, the first step left out."""
     measured = float(np.median(seconds[1:] or seconds))
     ratio = measured / plan.predicted.step_time_s if plan.predicted.step_time_s else float("inf")
-    return Check("time", f"{plan.predicted.step_time_s * 1e3:.3g} ms", f"{measured * 1e3:.3g} ms", True, f"{ratio:.2g} times the prediction")
+    expected = f"{plan.predicted.step_time_s * 1e3:.3g} ms"
+    return Check("time", expected, f"{measured * 1e3:.3g} ms", True, f"{ratio:.2g} times the prediction")

@@ -16,9 +16,15 @@ from autopar.trace import compat
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Static:
-    """A static argument: no leaf, part of the tree."""
+    """A static argument: no leaf, part of the tree. `1`, `1.0` and `True` are three different ones."""
 
     value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and type(self.value) is type(other.value) and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,8 @@ class Signature:
     positions: tuple[int, ...]
     statics: tuple[tuple[int, Any], ...]
 
-    def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with `leaves` in the traced places."""
+    def rebuild(self, leaves: Sequence[Any], with_static: bool = True) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with `leaves` in the traced places, static arguments among them or left out."""
         every: list[Any] = [None] * self.tree.num_leaves
         for i, value in self.statics:
             every[i] = value
@@ -42,9 +48,35 @@ class Signature:
             every[i] = leaf
         args, kwargs = jax.tree.unflatten(self.tree, every)
         return (
-            tuple(a.value if isinstance(a, Static) else a for a in args),
-            {k: v.value if isinstance(v, Static) else v for k, v in kwargs.items()},
+            tuple(a.value if isinstance(a, Static) else a for a in args if with_static or not isinstance(a, Static)),
+            {k: v.value if isinstance(v, Static) else v for k, v in kwargs.items() if with_static or not isinstance(v, Static)},
         )
+
+
+class FlatFunction:
+    """A function of a call's traced leaves that returns those of its result, which, once traced, it can `rebuild`."""
+
+    def __init__(self, function: Callable[..., Any], signature: Signature):
+        self.function, self.signature = function, signature
+        self.tree: Any = None
+        self.positions: tuple[int, ...] = ()
+        self.statics: tuple[tuple[int, Any], ...] = ()
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        args, kwargs = self.signature.rebuild(leaves)
+        result, self.tree = jax.tree.flatten(self.function(*args, **kwargs))
+        self.positions = tuple(i for i, r in enumerate(result) if compat.is_array_like(r))
+        self.statics = tuple((i, r) for i, r in enumerate(result) if not compat.is_array_like(r))
+        return [result[i] for i in self.positions]
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        """The result's tree with `leaves` as its arrays."""
+        every: list[Any] = [None] * self.tree.num_leaves
+        for i, value in self.statics:
+            every[i] = value
+        for i, leaf in zip(self.positions, leaves, strict=True):
+            every[i] = leaf
+        return jax.tree.unflatten(self.tree, every)
 
 
 def split(
@@ -70,7 +102,7 @@ def split(
 
 
 def _wrap(args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[int], names: Sequence[str]) -> tuple[Any, Any]:
-    static = {n % len(args) if args else n for n in numbers}
+    static = {n + len(args) if n < 0 else n for n in numbers}
     for n in static:
         if n < len(args):
             _check_static(args[n], f"argument {n}")

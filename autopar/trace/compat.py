@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -22,13 +23,102 @@ _OPENED = {
     "checkpoint": "jaxpr",
     "remat": "jaxpr",
 }
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 _LIBRARIES = ("site-packages", "dist-packages", "autopar/trace/")
 CHECKPOINTS = frozenset({"remat2", "checkpoint", "remat"})
 
 
-def make_jaxpr(function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct]) -> Any:
-    """The closed jaxpr of a function of flat arguments. Nothing is executed."""
-    return jax.jit(function).trace(*avals).jaxpr
+def make_jaxpr(function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], axes: Mapping[str, int] | None = None) -> Any:
+    """The closed jaxpr of a function of flat arguments, traced outside of any mesh, or on one of these Auto axes. Nothing is executed."""
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        if not axes:
+            return jax.jit(function).trace(*avals).jaxpr
+        auto = (jax.sharding.AxisType.Auto,) * len(axes)
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), auto)):
+            return jax.jit(function).trace(*avals).jaxpr
+
+
+def without_constraints(closed: Any) -> tuple[Any, tuple[str, ...]]:
+    """A program without its sharding constraints and without the mesh that it was traced on; and the user's lines of the constraints."""
+    if not _constrained(closed.jaxpr, {}) and all(e.ctx.cur_abstract_mesh.empty for e in closed.eqns):
+        return closed, ()
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        cleaner = _Cleaner()
+        return jex.ClosedJaxpr(cleaner.jaxpr(closed.jaxpr), closed.consts), tuple(dict.fromkeys(cleaner.lines))
+
+
+def _constrained(jaxpr: Any, known: dict[int, bool]) -> bool:
+    """Whether a sharding constraint stands in a jaxpr or in one inside it."""
+    if id(jaxpr) not in known:
+        known[id(jaxpr)] = False
+        known[id(jaxpr)] = any(
+            e.primitive.name == "sharding_constraint" or any(_constrained(inner, known) for inner in jex.jaxprs_in_params(e.params))
+            for e in jaxpr.eqns
+        )
+    return known[id(jaxpr)]
+
+
+@dataclass
+class _Cleaner:
+    """Rewrites jaxprs; one that is shared stays shared."""
+
+    done: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def jaxpr(self, old: Any) -> Any:
+        if id(old) not in self.done:
+            env: dict[Any, Any] = {}
+            for v in (*old.constvars, *old.invars):
+                env[v] = _fresh(v)
+            equations = [e for e in (self.equation(e, env) for e in old.eqns) if e is not None]
+            new = old.replace(
+                constvars=[env[v] for v in old.constvars],
+                invars=[env[v] for v in old.invars],
+                outvars=[_read(env, v) for v in old.outvars],
+                eqns=equations,
+            )
+            self.done[id(old)] = (old, new)
+        return self.done[id(old)][1]
+
+    def equation(self, e: Any, env: dict[Any, Any]) -> Any | None:
+        operands = [_read(env, v) for v in e.invars]
+        if e.primitive.name == "sharding_constraint":
+            self.lines.append(source_line(e))
+            env[e.outvars[0]] = operands[0]
+            return None
+        env.update((v, _fresh(v)) for v in e.outvars)
+        params = {k: self.parameter(v) for k, v in e.params.items()}
+        with e.ctx.manager, jax.sharding.use_abstract_mesh(_NO_MESH):
+            context = type(e.ctx)()
+        return e.replace(invars=operands, outvars=[env[v] for v in e.outvars], params=params, ctx=context)
+
+    def parameter(self, value: Any) -> Any:
+        if isinstance(value, jex.ClosedJaxpr):
+            return jex.ClosedJaxpr(self.jaxpr(value.jaxpr), value.consts)
+        if isinstance(value, jex.Jaxpr):
+            return self.jaxpr(value)
+        if isinstance(value, jax.sharding.NamedSharding) and isinstance(value.mesh, jax.sharding.AbstractMesh):
+            return None
+        return tuple(map(self.parameter, value)) if type(value) is tuple else value
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    if not is_literal(atom):
+        return env[atom]
+    value = np.asarray(atom.val) if isinstance(getattr(atom.val, "aval", None), jax.core.ShapedArray) else atom.val
+    return jex.Literal(value, _on_no_mesh(atom.aval))  # a typed literal remembers its mesh too
+
+
+def _fresh(variable: Any) -> Any:
+    """A new variable of the same type, on no mesh."""
+    aval = _on_no_mesh(variable.aval)
+    return jex.DropVar(aval) if isinstance(variable, jex.DropVar) else jex.Var(aval)
+
+
+def _on_no_mesh(aval: Any) -> Any:
+    if not hasattr(aval, "sharding"):
+        return aval
+    return aval.update(sharding=jax.sharding.NamedSharding(_NO_MESH, jax.sharding.PartitionSpec(*(None,) * aval.ndim)))
 
 
 def opened(equation: Any) -> Any | None:
@@ -46,10 +136,10 @@ def call_name(equation: Any) -> str:
 
 
 def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
-    """The closed jaxprs among an equation's parameters: bodies of scan, while and cond."""
+    """The closed jaxprs among an equation's parameters: bodies of scan, while and cond. (How a scatter combines two numbers is none.)"""
     found = []
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
+    for name, value in equation.params.items():
+        for item in () if name == "update_jaxpr" else value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, jex.ClosedJaxpr):
                 found.append(item)
             elif isinstance(item, jex.Jaxpr) and not item.constvars:

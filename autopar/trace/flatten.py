@@ -11,6 +11,7 @@ from autopar.ir.graph import Aval, Constant, Graph, Op, Operand, Phase
 from autopar.trace import compat
 from autopar.trace.normalise import normalise_params
 from autopar.trace.program import Equation, Flattened, Program
+from autopar.trace.simplify import simplify
 
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|jit|remat|checkpoint|rematted_computation)\(|\)")
 
@@ -34,7 +35,8 @@ def flatten(closed: Any, input_names: Sequence[str] = (), output_names: Sequence
         tuple(output_names),
         len(constants),
     )
-    graph = _compact(_order_updates(_live(_phases(graph))))
+    graph = simplify(_phases(graph), [e.literals for e in builder.equations])
+    graph = _compact(_order_updates(_live(graph)))
     return Flattened(graph, Program(tuple(builder.equations), tuple(c for _, c in builder.lifted.values()), literals))
 
 

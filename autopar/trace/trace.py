@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,28 +18,23 @@ from autopar.trace.roles import Roles, find_state
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A function traced for one signature.
-
-    `out_tree` and `out_statics` rebuild the output from its array leaves (`out_positions` gives their places).
-    """
+    """A function traced for one signature; `flat` is the function of its traced leaves."""
 
     function: Callable[..., Any]
     signature: arguments.Signature
     graph: Graph
     program: Program
     roles: Roles
-    out_tree: Any
-    out_positions: tuple[int, ...]
-    out_statics: tuple[tuple[int, Any], ...]
+    flat: arguments.FlatFunction
+
+    @property
+    def out_positions(self) -> tuple[int, ...]:
+        """Where the traced leaves stand among all leaves of the result."""
+        return self.flat.positions
 
     def rebuild_output(self, leaves: Sequence[Any]) -> Any:
         """The function's output tree with `leaves` as its arrays."""
-        every: list[Any] = [None] * self.out_tree.num_leaves
-        for i, value in self.out_statics:
-            every[i] = value
-        for i, leaf in zip(self.out_positions, leaves, strict=True):
-            every[i] = leaf
-        return jax.tree.unflatten(self.out_tree, every)
+        return self.flat.rebuild(leaves)
 
 
 def trace(
@@ -48,38 +43,59 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     static_argnums: Sequence[int] = (),
     static_argnames: Sequence[str] = (),
+    axes: Mapping[str, int] | None = None,
 ) -> Traced:
     """Trace `function` at these arguments (arrays or `jax.ShapeDtypeStruct`). Nothing is executed.
 
-    Raises `TraceError` when the function raises, with the original error as its cause.
+    `axes` are the mesh axes (name -> size) that sharding constraints in the function may name. Constraints are read and dropped; the
+    roles' notes say which. Raises `TraceError` when the function raises, with the original error as its cause.
     """
     leaves, signature = arguments.split(args, kwargs or {}, static_argnums, static_argnames)
-    out: dict[str, Any] = {}
+    flat = arguments.FlatFunction(function, signature)
+    closed, constraints = compat.without_constraints(_jaxpr(flat, [compat.abstract(x) for x in leaves], axes or {}))
+    in_names = arguments.names(function, signature)
+    out_names = _output_names(flat.tree, flat.positions)
+    flattened = flatten(closed, in_names, out_names)
+    _check_supported(flattened.graph)
+    roles = _roles(signature, flat, flattened.graph)
+    roles = replace(roles, notes=(*roles.notes, *map(_dropped, constraints)))
+    return Traced(function, signature, flattened.graph, flattened.program, roles, flat)
 
-    def flat(*traced: Any) -> list[Any]:
-        positional, keyword = signature.rebuild(traced)
-        result, out["tree"] = jax.tree.flatten(function(*positional, **keyword))
-        out["positions"] = tuple(i for i, r in enumerate(result) if compat.is_array_like(r))
-        out["statics"] = tuple((i, r) for i, r in enumerate(result) if not compat.is_array_like(r))
-        return [r for r in result if compat.is_array_like(r)]
 
+def _jaxpr(flat: arguments.FlatFunction, avals: Sequence[Any], axes: Mapping[str, int]) -> Any:
+    """The jaxpr, traced outside of any mesh; on one with the caller's axes where the function insists."""
     try:
-        closed = compat.make_jaxpr(flat, [compat.abstract(x) for x in leaves])
+        try:
+            return compat.make_jaxpr(flat, avals)
+        except Exception as error:
+            if not axes or "mesh" not in str(error):
+                raise
+            return compat.make_jaxpr(flat, avals, axes)
     except AutoparError:
         raise
     except Exception as error:
-        name = getattr(function, "__name__", repr(function))
+        name = getattr(flat.function, "__name__", repr(flat.function))
+        known = f" Mesh axes are {', '.join(axes)}; `axis_names` or a Mesh names them otherwise." if axes and "mesh" in str(error) else ""
         raise TraceError(
-            f"`{name}` raised {type(error).__name__} while it was traced with {_shapes(signature)}: {error}\n"
-            "It must run under jax.jit with these arguments; try `jax.make_jaxpr` on it first."
+            f"`{name}` raised {type(error).__name__} while it was traced with {_shapes(flat.signature)}: {error}\n"
+            f"It must run under jax.jit with these arguments; try `jax.make_jaxpr` on it first.{known}"
         ) from error
-    in_names = arguments.names(function, signature)
-    out_names = _output_names(out["tree"], out["positions"])
-    flattened = flatten(closed, in_names, out_names)
-    roles = _roles(signature, out, flattened.graph)
-    return Traced(
-        function, signature, flattened.graph, flattened.program, roles, out["tree"], out["positions"], out["statics"]
-    )
+
+
+def _check_supported(graph: Graph) -> None:
+    """Raise `TraceError` for a region that is written per device already."""
+    for op in graph.ops:
+        if op.primitive == "shard_map":
+            raise TraceError(
+                f"the `shard_map` at {op.source} is written for one mesh by hand, which is not supported yet. "
+                "Write that part of the step for whole arrays, as for one device."
+            )
+        for inner in op.subgraphs:
+            _check_supported(inner)
+
+
+def _dropped(line: str) -> str:
+    return f"the sharding constraint at {line or 'an unknown line'} is not used: the plan decides; `pins` fixes the sharding of arguments"
 
 
 def _shapes(signature: arguments.Signature) -> str:
@@ -93,7 +109,7 @@ def _output_names(tree: Any, positions: Sequence[int]) -> tuple[str, ...]:
     return tuple(found[i] for i in positions)
 
 
-def _roles(signature: arguments.Signature, out: Mapping[str, Any], graph: Graph) -> Roles:
+def _roles(signature: arguments.Signature, flat: arguments.FlatFunction, graph: Graph) -> Roles:
     """Roles over the flat traced leaves; static leaves are left out of both trees."""
 
     def indexed(tree: Any, positions: Sequence[int]) -> Any:
@@ -103,7 +119,7 @@ def _roles(signature: arguments.Signature, out: Mapping[str, Any], graph: Graph)
         return jax.tree.unflatten(tree, every)
 
     args, kwargs = indexed(signature.tree, signature.positions)
-    outputs = indexed(out["tree"], out["positions"])
+    outputs = indexed(flat.tree, flat.positions)
     in_avals = [(graph.avals[v].shape, graph.avals[v].dtype) for v in graph.inputs]
     out_avals = [(graph.aval(o).shape, graph.aval(o).dtype) for o in graph.outputs]
     return find_state((*args, *kwargs.values()), outputs, in_avals, out_avals)

@@ -128,6 +128,25 @@ def strategies(rule: ShardingRule, rng: np.random.Generator, randoms: int = 3, m
     return [s for s in dict.fromkeys([*single, *both]) if is_legal(rule, s, mesh) and _one_kind(rule, s)]
 
 
+def covering(rule: ShardingRule, rng: np.random.Generator, mesh: LogicalMesh = MESH) -> list[Strategy]:
+    """Each factor and each pass once, two at a time on two axes where that is legal, then one random strategy."""
+    left, chosen = strategies(rule, rng, 0, mesh), []
+    while left:
+        first = left.pop(0)
+        pairs = [(n, _both(first, second)) for n, second in enumerate(left)]
+        fitting = [(n, s) for n, s in pairs if is_legal(rule, s, mesh) and _one_kind(rule, s)]
+        chosen.append(fitting[0][1] if fitting else first)
+        if fitting:
+            left.pop(fitting[0][0])
+    return list(dict.fromkeys([*chosen, *strategies(rule, rng, 1, mesh)[len(strategies(rule, rng, 0, mesh)) :]]))
+
+
+def _both(first: Strategy, second: Strategy) -> Strategy:
+    """Two strategies over x, the second moved to y."""
+    cuts = (*first.cuts, *((f, ("y",)) for f, _ in second.cuts))
+    return Strategy(cuts, tuple(sorted((*first.passes, *(("y", n) for _, n in second.passes)))))
+
+
 def random_strategy(rule: ShardingRule, rng: np.random.Generator, mesh: LogicalMesh = MESH) -> Strategy:
     """Every axis cuts a random factor or carries a random pass; possibly illegal."""
     cuts: dict[str, tuple[str, ...]] = {}

@@ -1,0 +1,23 @@
+"""The public interface: `plan`, `parallelize`, `Plan`, `Cluster`."""
+
+from __future__ import annotations
+
+from autopar.api.clusters import ClusterLike, cluster_of_devices, resolve_cluster
+from autopar.api.plans import Plan, check_program, plan
+from autopar.api.step import ParallelStep, parallelize
+from autopar.compiler import Options
+from autopar.runtime.executor import executable_for as _executable  # noqa: F401  (autopar.cli)
+from cost_models import Cluster
+
+__all__ = [
+    "Cluster",
+    "ClusterLike",
+    "Options",
+    "ParallelStep",
+    "Plan",
+    "check_program",
+    "cluster_of_devices",
+    "parallelize",
+    "plan",
+    "resolve_cluster",
+]

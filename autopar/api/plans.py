@@ -1,0 +1,233 @@
+"""`plan` and `Plan`: what was decided, and the program that it is for."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import Mesh
+
+from autopar.api.clusters import ClusterLike, resolve_cluster
+from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
+from autopar.emit.manual import partition_spec
+from autopar.errors import PlanError, UsageError
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import Plan as PlanData
+from autopar.ir.serialize import load_plan, plan_to_dict, save_plan
+from autopar.report import diff as report_diff, explain as report_explain, html as report_html, table as report_table
+from autopar.runtime.executor import executable_for, make_mesh
+from autopar.runtime.verify import Verification, verify
+from autopar.trace.arguments import split
+from autopar.trace.trace import Traced, trace
+from cost_models import Cluster
+
+
+def _quiet(text: str) -> None:
+    """Progress that nobody asked for."""
+
+
+class Plan:
+    """A plan, and where known the program that it is for.
+
+    All fields of the plan data are attributes (`collectives`, `predicted`, `solve`, `mesh_shape`, ...).
+    """
+
+    def __init__(self, data: PlanData, traced: Traced | None = None, options: Options | None = None):
+        self.data = data
+        self._traced = traced
+        self._options = options
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "data":
+            raise AttributeError(name)
+        return getattr(self.data, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.data == other.data
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON."""
+        save_plan(self.data, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that `save` wrote. It is data: nothing in it is run. Raises `PlanError`."""
+        return cls(load_plan(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON data, keyed by attribute name."""
+        return plan_to_dict(self.data)
+
+    @property
+    def in_specs(self) -> Any:
+        """PartitionSpecs of the arguments, as `jax.jit` takes them: a tuple of pytrees like the function's, static ones left out; keyword
+        arguments, if any, come last as a mapping. By path where the program is not known."""
+        specs = [partition_spec(leaf.sharding) for leaf in self.data.inputs]
+        if self._traced is None:
+            return dict(zip([leaf.path for leaf in self.data.inputs], specs, strict=True))
+        args, kwargs = self._traced.signature.rebuild(specs[: len(self._traced.signature.positions)], with_static=False)
+        return (*args, kwargs) if kwargs else args
+
+    @property
+    def out_specs(self) -> Any:
+        """PartitionSpecs of the result: a pytree like the function's, or by path where the program is not known."""
+        specs = [partition_spec(leaf.sharding) for leaf in self.data.outputs]
+        if self._traced is None:
+            return dict(zip([leaf.path for leaf in self.data.outputs], specs, strict=True))
+        return self._traced.rebuild_output(specs)
+
+    def make_mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """A `jax.sharding.Mesh` for the plan's specs. Raises `MeshError` when there are too few devices."""
+        return make_mesh(self.data.mesh, devices)
+
+    def table(self) -> str:
+        """The plan as text: what was decided, what it costs, which collectives run and why."""
+        return report_table.render(report_table.plan_table(self.data))
+
+    def explain(self, target: str | None = None) -> str:
+        """What time and memory go to; with `target`, how the leaves and ops of that path are treated and why."""
+        return report_explain.explain(self.data, target)
+
+    def diff(self, other: Plan) -> str:
+        """What differs between this plan and `other`."""
+        return report_diff.diff(self.data, other.data)
+
+    def html(self) -> str:
+        """The plan as a self-contained HTML fragment."""
+        return report_html.plan_html(self.data)
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def __rich__(self) -> Any:
+        return report_table.plan_table(self.data)
+
+    def __repr__(self) -> str:
+        p = self.data.predicted
+        return f"<autopar.Plan for {self.data.target or 'a function'} on ({self.data.mesh}): {p.step_time_s * 1e3:.3g} ms per step>"
+
+    def verify(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        target: Any = None,
+        steps: int = 3,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> Verification:
+        """Run the plan on the devices here beside one device: numbers over `steps` steps, collectives, memory, time.
+
+        `options` are those of the planning; a plan that was just made remembers them. Raises `PlanError` when the plan is for another
+        program, `MeshError` when devices are too few.
+        """
+        if target is not None:
+            raise UsageError("verification against a compiler for hardware that is not here is not supported yet: leave out `target`.")
+        options = static_options(function, options or self._options or Options())
+        traced, _ = timed_trace(function, args, kwargs or {}, options, self.data.mesh_shape)
+        check_program(self.data, traced)
+        leaves, _ = split(args, kwargs or {}, options.static_argnums, options.static_argnames)
+        executable = executable_for(self.data, traced, make_mesh(self.data.mesh), True, options.emitter)
+        return verify(self.data, traced, executable, leaves, steps)
+
+
+def check_program(data: PlanData, traced: Traced) -> None:
+    """Raise `PlanError` unless the plan was made for this very program."""
+    found = fingerprint_of(traced)
+    if data.fingerprint != found:
+        theirs = {leaf.path: (leaf.shape, leaf.dtype) for leaf in data.inputs}
+        ours = {n: (traced.graph.avals[v].shape, traced.graph.avals[v].dtype) for n, v in _named_inputs(traced)}
+        changed = [f"{n}: {theirs.get(n)} in the plan, {ours.get(n)} here" for n in {**theirs, **ours} if theirs.get(n) != ours.get(n)]
+        why = "; ".join(changed[:3]) or "the same arguments, but other operations (or another version of JAX or of the model)"
+        raise PlanError(f"the plan belongs to another program: {why}. Plan again for this function and these shapes.")
+
+
+def _named_inputs(traced: Traced) -> list[tuple[str, int]]:
+    return list(zip(traced.graph.input_names, traced.graph.inputs, strict=True))
+
+
+def plan(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    cluster: ClusterLike = None,
+    *,
+    options: Options | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    target: str = "",
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Plan `function` at `args` (arrays or `jax.ShapeDtypeStruct`) for a cluster. Nothing runs, no device is needed.
+
+    `progress` is told what happens, a line at a time. Raises `TraceError` when the function raises, `InfeasibleError` when no plan
+    fits the memory, `ClusterError` and `UsageError` for arguments that make no sense.
+    """
+    check_callable(function)
+    options = static_options(function, options or Options())
+    priced, meshes, _ = resolve_cluster(cluster)
+    meshes = meshes or logical_meshes(priced, options.axis_names)
+    traced, seconds = timed_trace(function, args, kwargs or {}, options, axes_of(meshes, options))
+    done = compile_plan(Compilation(traced, priced, meshes, options, target, progress=progress or _quiet, trace_s=seconds))
+    assert done.plan is not None
+    return Plan(done.plan, traced, options)
+
+
+def check_callable(function: Any) -> None:
+    """Raise `UsageError` for what is no function."""
+    if not callable(function):
+        looks_like_mesh = isinstance(function, (str, os.PathLike, Mesh, Cluster))
+        way_out = "write `parallelize(mesh=...)`" if looks_like_mesh else "pass the training step itself, not its result"
+        raise UsageError(f"autopar plans functions, and {type(function).__name__} is not callable: {way_out}.")
+
+
+def timed_trace(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, axes: Mapping[str, int]
+) -> tuple[Traced, float]:
+    """The traced function, and the seconds that tracing took."""
+    begin = time.perf_counter()
+    traced = trace(function, args, kwargs, options.static_argnums, options.static_argnames, axes)
+    return traced, time.perf_counter() - begin
+
+
+def axes_of(meshes: Sequence[LogicalMesh], options: Options) -> dict[str, int]:
+    """The mesh axes that a function may name: those of the one mesh; while sizes are searched, all names, of size 1."""
+    return meshes[0].by_name if len(meshes) == 1 else dict.fromkeys(options.axis_names, 1)
+
+
+def static_options(function: Callable[..., Any], options: Options) -> Options:
+    """Options with static arguments by number and by name, each following from the other as in `jax.jit`.
+
+    Raises `UsageError` for an argument that the function does not have.
+    """
+    numbers = (options.static_argnums,) if isinstance(options.static_argnums, int) else tuple(options.static_argnums or ())
+    names = (options.static_argnames,) if isinstance(options.static_argnames, str) else tuple(options.static_argnames or ())
+    if not numbers and not names:
+        return options
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return replace(options, static_argnums=numbers, static_argnames=names)
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    numbers = tuple(n + len(places) if n < 0 else n for n in numbers)
+    _check_statics(function, numbers, names, parameters, len(places))
+    by_name = [i for i, p in enumerate(places) if p.name in names]
+    by_number = [places[n].name for n in numbers if n < len(places) and places[n].kind is places[n].POSITIONAL_OR_KEYWORD]
+    return replace(options, static_argnums=tuple(sorted({*numbers, *by_name})), static_argnames=tuple(sorted({*names, *by_number})))
+
+
+def _check_statics(
+    function: Any, numbers: Sequence[int], names: Sequence[str], parameters: Sequence[inspect.Parameter], count: int
+) -> None:
+    kinds = {p.kind for p in parameters}
+    called, known = getattr(function, "__name__", "the function"), [p.name for p in parameters]
+    for n in numbers:
+        if n < 0 or (n >= count and inspect.Parameter.VAR_POSITIONAL not in kinds):
+            raise UsageError(f"static_argnums has {n}, but `{called}` takes {count} positional arguments: {', '.join(known)}.")
+    for name in names:
+        if name not in known and inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise UsageError(f"static_argnames has {name!r}, which `{called}` does not take. Its arguments are {', '.join(known)}.")

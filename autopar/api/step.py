@@ -1,0 +1,341 @@
+"""`parallelize`: a training step that plans itself on its first call, then runs as planned."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from autopar.api.clusters import ClusterLike, logical_mesh, resolve_cluster
+from autopar.api.plans import Plan, axes_of, check_callable, check_program, static_options, timed_trace
+from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
+from autopar.emit.manual import partition_spec
+from autopar.errors import PlanError, UsageError
+from autopar.ir.graph import Aval, Constant, Graph, Op, Operand
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.sharding import TensorSharding
+from autopar.runtime.executor import Executable, Owned, executable_for, make_mesh
+from autopar.trace.arguments import FlatFunction, Signature, split
+from autopar.trace.trace import Traced
+from cost_models import Cluster
+
+
+class _Program:
+    """One signature's plan and, once needed, its executable."""
+
+    def __init__(self, plan: Plan, traced: Traced):
+        self.plan, self.traced = plan, traced
+        self.executable: Executable | None = None
+
+
+class ParallelStep:
+    """A function that plans itself on its first call for given shapes, then runs as planned.
+
+    Made by `parallelize`. Calls take the function's own arguments and return its own result, laid out on the mesh.
+    """
+
+    def __init__(self, function: Callable[..., Any], mesh: ClusterLike, options: Options, plan: Plan | str | os.PathLike[str] | None):
+        check_callable(function)
+        functools.update_wrapper(self, function, updated=())
+        self.function, self.mesh, self.options = function, mesh, static_options(function, options)
+        self._given = _given_plan(plan)
+        self._programs: dict[Signature, _Program] = {}
+        self._owned = Owned()
+        self._resolved: tuple[Cluster, tuple[LogicalMesh, ...]] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, signature = self._split(args, kwargs)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise UsageError(
+                "a parallelized step compiles itself and cannot be called inside jit, grad or vmap. Put the transformation inside the "
+                "step, or call the plain function there (`step.function`)."
+            )
+        return self._run(self._program(signature, args, kwargs), leaves)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method, the step takes its instance first."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments (arrays or specs). Runs nothing."""
+        _, signature = self._split(args, kwargs)
+        return self._program(signature, args, kwargs).plan
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The program lowered for the devices here, to be inspected or compiled, as with `jax.jit(f).lower`. Arrays or specs."""
+        _, signature = self._split(args, kwargs)
+        return Lowered(self, signature, self._program(signature, args, kwargs))
+
+    def init(self, create: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
+        """Run `create(*args)`, which makes the state, with each leaf born in its planned sharding.
+
+        The state is the step's first argument, or its first few where `create` returns a tuple of as many. `batch` (arrays or specs; a
+        tuple where the step takes several more arguments) is needed while there is no plan yet.
+        """
+        leaves, signature = split(args, {})
+        flat = FlatFunction(create, signature)
+        shapes = jax.eval_shape(flat, *leaves)
+        program = self._program_for(flat.rebuild(shapes), batch)
+        mesh = self._executable(program).mesh
+        planned = program.plan.data.inputs[: len(shapes)]
+        with jax.set_mesh(mesh):
+            shardings = [NamedSharding(mesh, partition_spec(leaf.sharding)) for leaf in planned]
+            made = jax.jit(flat, out_shardings=shardings)(*leaves)
+        for array in made:
+            self._owned.add(array)
+        return flat.rebuild(self._on_users_mesh(made, [leaf.sharding for leaf in planned], mesh))
+
+    def replan(self) -> None:
+        """Forget every plan, a given one too: the next call plans afresh and moves the state where that says."""
+        self._programs.clear()
+        self._given = None
+
+    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Signature]:
+        return split(args, kwargs, self.options.static_argnums, self.options.static_argnames)
+
+    def _run(self, program: _Program, leaves: Sequence[Any]) -> Any:
+        executable = self._executable(program)
+        outputs = executable(leaves, self._owned)
+        shardings = [leaf.sharding for leaf in program.plan.data.outputs]
+        return program.traced.rebuild_output(self._on_users_mesh(outputs, shardings, executable.mesh))
+
+    def _program_for(self, state: Any, batch: Any) -> _Program:
+        """The program that a state is for: one that is there, or a new one for this batch."""
+        if batch is None:
+            for signature, program in self._programs.items():
+                if any(_begins_with(signature, first, self._split) for first in _as_arguments(state)):
+                    return program
+            why = "has no plan for such a state" if self._programs else "has no plan yet"
+            raise UsageError(f"the step {why}, so init needs a batch (arrays or specs): init(create_state, key, batch=batch).")
+        args = _fitting(self.function, state, batch)
+        _, signature = self._split(args, {})
+        return self._program(signature, args, {})
+
+    def _program(self, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Program:
+        found = self._programs.get(signature)
+        if found is None:
+            found = self._programs[signature] = self._plan(args, kwargs)
+        return found
+
+    def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Program:
+        given = self._given.data if self._given is not None and not self._programs else None
+        if given is not None:
+            self._check_mesh(given.mesh)
+            traced, seconds = timed_trace(self.function, args, kwargs, self.options, given.mesh_shape)
+            check_program(given, traced)
+            return _Program(Plan(given, traced, self.options), traced)
+        cluster, meshes = self._where()
+        traced, seconds = timed_trace(self.function, args, kwargs, self.options, axes_of(meshes, self.options))
+        twin = self._twin(traced)
+        if twin is not None:
+            return _Program(Plan(replace(twin.plan.data, fingerprint=fingerprint_of(traced)), traced, self.options), traced)
+        progress = _report if sys.stderr.isatty() else _quiet
+        placement = self._placement(traced)
+        compilation = Compilation(traced, cluster, meshes, self.options, fixed=placement, progress=progress, trace_s=seconds)
+        done = compile_plan(compilation)
+        assert done.plan is not None
+        return _Program(Plan(done.plan, traced, self.options), traced)
+
+    def _twin(self, traced: Traced) -> _Program | None:
+        """A program that differs in weak types alone, as after a first step on Python numbers: its plan will do."""
+        graph = _strong(traced.graph)
+        found = (p for p in self._programs.values() if p.traced.roles == traced.roles and _strong(p.traced.graph) == graph)
+        return next(found, None)
+
+    def _where(self) -> tuple[Cluster, tuple[LogicalMesh, ...]]:
+        """What to plan for: once there is a program, the mesh stays what it is, since the state lies on it."""
+        if self._resolved is None:
+            if self._given is not None and self.mesh is None:
+                self._resolved = Cluster.from_dict(dict(self._given.data.cluster)), (self._given.data.mesh,)
+            else:
+                cluster, meshes, _ = resolve_cluster(self.mesh)
+                self._resolved = cluster, meshes or logical_meshes(cluster, self.options.axis_names)
+        cluster, meshes = self._resolved
+        return cluster, tuple(p.plan.data.mesh for p in self._programs.values())[:1] or meshes
+
+    def _placement(self, traced: Traced) -> dict[str, TensorSharding]:
+        """State leaves keep the sharding that an earlier plan gave them."""
+        known: dict[str, Any] = {}
+        for program in self._programs.values():
+            for leaf in program.plan.data.inputs:
+                if leaf.role == "state":
+                    known.setdefault(leaf.path, leaf)
+        names = zip(traced.graph.input_names, (traced.graph.avals[v] for v in traced.graph.inputs), strict=True)
+        return {n: known[n].sharding for n, aval in names if n in known and known[n].shape == aval.shape}
+
+    def _executable(self, program: _Program) -> Executable:
+        if program.executable is None:
+            data = program.plan.data
+            mesh = make_mesh(data.mesh, list(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else None)
+            program.executable = executable_for(data, program.traced, mesh, self.options.donate, self.options.emitter)
+        return program.executable
+
+    def _check_mesh(self, planned: LogicalMesh) -> None:
+        if isinstance(self.mesh, Mesh) and logical_mesh(self.mesh) != planned:
+            raise PlanError(
+                f"the plan is for a mesh of ({planned}), and the mesh given has ({logical_mesh(self.mesh)}). "
+                "Leave out `mesh`, or plan again for this one."
+            )
+
+    def _on_users_mesh(self, arrays: Sequence[Any], shardings: Sequence[TensorSharding], ours: Mesh) -> Sequence[Any]:
+        """Arrays on the mesh that the user gave, where that is not simply ours: the same memory under another name."""
+        if not isinstance(self.mesh, Mesh) or self.mesh == ours:
+            return arrays
+        moved = []
+        for array, sharding in zip(arrays, shardings, strict=True):
+            there = NamedSharding(self.mesh, partition_spec(sharding))
+            moved.append(jax.device_put(array, there) if isinstance(array, jax.Array) else array)  # float0 lies nowhere
+            self._owned.add(moved[-1])
+        return moved
+
+
+class Lowered:
+    """A step lowered for the devices here. What `jax.stages.Lowered` has, this has too (`as_text`, `cost_analysis`, ...)."""
+
+    def __init__(self, step: ParallelStep, signature: Signature, program: _Program):
+        self._step, self._signature, self._program = step, signature, program
+        self._lowered = step._executable(program).lower()
+
+    def compile(self) -> Compiled:
+        """The compiled step, to be called with the arguments that it was lowered for."""
+        return Compiled(self._step, self._signature, self._program)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._lowered, name)
+
+
+class Compiled:
+    """A compiled step. What `jax.stages.Compiled` has, this has too (`as_text`, `memory_analysis`, ...).
+
+    Called with other shapes than it was compiled for, it raises `UsageError`.
+    """
+
+    def __init__(self, step: ParallelStep, signature: Signature, program: _Program):
+        self._step, self._signature, self._program = step, signature, program
+        self._compiled = step._executable(program).compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, signature = self._step._split(args, kwargs)
+        if signature != self._signature:
+            raise UsageError("the step was compiled for another tree, other shapes or other dtypes. Call the step itself, which adapts.")
+        return self._step._run(self._program, leaves)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._compiled, name)
+
+
+def _strong(graph: Graph) -> Graph:
+    """The graph without weak types."""
+
+    def aval(a: Aval) -> Aval:
+        return replace(a, weak_type=False) if a.weak_type else a
+
+    def operand(o: Operand) -> Operand:
+        return replace(o, aval=aval(o.aval)) if isinstance(o, Constant) else o
+
+    def op(o: Op) -> Op:
+        params = tuple(p for p in o.params if p[0] != "weak_type")
+        operands, inner = tuple(map(operand, o.operands)), tuple(map(_strong, o.subgraphs))
+        return replace(o, params=params, operands=operands, subgraphs=inner, equation=0)
+
+    return replace(graph, avals=tuple(map(aval, graph.avals)), ops=tuple(map(op, graph.ops)), outputs=tuple(map(operand, graph.outputs)))
+
+
+def _as_arguments(state: Any) -> list[tuple[Any, ...]]:
+    """A state as the step's first argument, or a plain tuple as its first few."""
+    return [(state,), state] if type(state) is tuple and state else [(state,)]
+
+
+def _begins_with(signature: Signature, first: tuple[Any, ...], split_arguments: Callable[..., Any]) -> bool:
+    """Whether a call's first arguments look like `first`."""
+    _, mine = split_arguments(first, {})
+    args, _ = signature.rebuild(range(len(signature.positions)))
+    found = jax.tree.structure(args[: len(first)]), signature.avals[: len(mine.avals)]
+    return found == (jax.tree.structure(mine.rebuild(range(len(mine.positions)))[0]), mine.avals)
+
+
+def _fitting(function: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, ...]:
+    """The step's arguments of a state and a batch, tuples spread where the function takes as many."""
+    rests = [batch, (batch,)] if type(batch) is tuple else [(batch,)]
+    options = [(*first, *rest) for first in _as_arguments(state) for rest in rests]
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return options[0]
+    empty = inspect.Parameter.empty
+    required = [p for p in signature.parameters.values() if p.default is empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    exact = [o for o in options if len(o) == len(required) and _binds(signature, o)]
+    fitting = exact or [o for o in options if _binds(signature, o)]
+    if not fitting:
+        raise UsageError(
+            f"`{getattr(function, '__name__', 'the step')}{signature}` can be called neither with the state and the batch as they are "
+            "nor spread: `batch` is the step's second argument, or a tuple of all after the state."
+        )
+    return fitting[0]
+
+
+def _binds(signature: inspect.Signature, args: tuple[Any, ...]) -> bool:
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
+def _given_plan(plan: Any) -> Plan | None:
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, (str, os.PathLike)):
+        return Plan.load(plan)
+    raise UsageError(f"`plan` is an autopar.Plan or the path of one, not {type(plan).__name__}.")
+
+
+def _report(text: str) -> None:
+    print(f"autopar: {text}", file=sys.stderr)
+
+
+def _quiet(text: str) -> None:
+    """Progress that nobody sees."""
+
+
+def parallelize(
+    function: Callable[..., Any] | None = None,
+    mesh: ClusterLike = None,
+    *,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    options: Options | None = None,
+    **fields: Any,
+) -> Any:
+    """Parallelise a training step: `parallelize(step, mesh)`, `@parallelize` or `@parallelize(mesh=mesh)`.
+
+    `mesh` is a `jax.sharding.Mesh`, a `Cluster`, a string such as `"h100-sxm:8"`, or None for all devices. `plan` is a plan, or the
+    path of one, to run instead of solving. Further keywords are fields of `Options` (`donate=False`, `memory_bytes=...`).
+    """
+    if fields:
+        options = _with_fields(options or Options(), fields)
+    if function is None:
+        return lambda f: ParallelStep(f, mesh, options or Options(), plan)
+    return ParallelStep(function, mesh, options or Options(), plan)
+
+
+def _with_fields(options: Options, fields: Mapping[str, Any]) -> Options:
+    known = list(Options.__dataclass_fields__)
+    unknown = [k for k in fields if k not in known]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"Did you mean {close[0]}? " if close else ""
+        raise UsageError(f"unknown option {', '.join(unknown)}. {hint}Options are: {', '.join(known)}.")
+    return replace(options, **fields)

@@ -1,0 +1,24 @@
+"""The command line: `autopar demo`, `plan`, `run`, `explain`, `diff`, `clusters`, `models`."""
+
+from __future__ import annotations
+
+import typer
+
+from autopar.cli import catalogue, planning, running
+
+app = typer.Typer(
+    name="autopar",
+    help="Plans how a JAX training step is sharded over a cluster, and runs exactly that plan.",
+    epilog="Exit status: 0 done, 1 a check failed, 2 usage, 3 no plan fits the memory, 4 the function raised or cannot be planned.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+for command in (running.demo, planning.plan, running.run, planning.explain, planning.diff, catalogue.clusters, catalogue.models):
+    app.command()(command)
+
+
+def main() -> None:
+    """The entry point of the `autopar` command."""
+    app()

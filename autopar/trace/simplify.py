@@ -1,0 +1,201 @@
+"""Ops that change nothing, and ops that say the same twice: left out, as every compiler leaves them out.
+
+Two values that are one to the compiler would be moved twice in the plan and once in the compiled program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.ir.graph import Graph, Op, Operand
+
+Literals = Sequence[Mapping[int, Any]]
+_COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
+_NOTHING = frozenset({"copy", "copy_p", "stop_gradient", "name"})
+_SPREADS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "transpose"})
+# Ops that lay the same elements out in another shape, where they neither repeat nor combine any.
+_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose"})
+_RESHAPES |= {f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")}
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "neg": lambda a: -a,
+    "lt": lambda a, b: a < b,
+    "eq": lambda a, b: a == b,
+}
+# Primitive -> (operand that is the result, number that the other operand must be for that).
+_UNITS: dict[str, tuple[tuple[int, float], ...]] = {
+    "add": ((0, 0), (1, 0)),
+    "add_any": ((0, 0), (1, 0)),
+    "sub": ((0, 0),),
+    "mul": ((0, 1), (1, 1)),
+    "div": ((0, 1),),
+    "pow": ((0, 1),),
+    "max": ((0, -math.inf), (1, -math.inf)),
+    "min": ((0, math.inf), (1, math.inf)),
+    "or": ((0, 0), (1, 0)),
+    "xor": ((0, 0), (1, 0)),
+    "shift_left": ((0, 0),),
+    "shift_right_logical": ((0, 0),),
+    "shift_right_arithmetic": ((0, 0),),
+}
+
+
+def simplify(graph: Graph, literals: Literals) -> Graph:
+    """The graph without ops that give one of their operands back, or what an earlier op gives. `literals[equation]` holds values."""
+    state = _Simplifier(graph, literals)
+    ops = tuple(op for op in map(state.op, graph.ops) if op is not None)
+    return replace(graph, ops=ops, outputs=tuple(map(state.now, graph.outputs)))
+
+
+@dataclass
+class _Simplifier:
+    """`same` maps a value to the one that stands for it, `uniform` to the number that all its elements are."""
+
+    graph: Graph
+    literals: Literals
+    same: dict[int, int] = field(default_factory=dict)
+    uniform: dict[int, Any] = field(default_factory=dict)
+    made: dict[int, Op] = field(default_factory=dict)
+    seen: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+
+    def now(self, operand: Operand) -> Operand:
+        return self.same.get(operand, operand) if isinstance(operand, int) else operand
+
+    def op(self, op: Op) -> Op | None:
+        """The op on the values that stand now, or None where its results stand already."""
+        op = replace(op, operands=tuple(map(self.now, op.operands)))
+        if op.effects or op.subgraphs:
+            return op
+        earlier = self._given(op) if len(op.results) == 1 else None
+        if earlier is None:
+            key = self._key(op)
+            earlier = self.seen.setdefault(key, op.results) if key is not None else op.results
+        if earlier != op.results and all(map(self._alike, earlier, op.results)):
+            self.same.update(zip(op.results, earlier, strict=True))
+            return None
+        self._fold(op)
+        self.made.update(dict.fromkeys(op.results, op))
+        return op
+
+    def _alike(self, a: int, b: int) -> bool:
+        """Whether value `a` may stand for `b`. What leaves the program also keeps its weak type."""
+        x, y = self.graph.avals[a], self.graph.avals[b]
+        return (x.shape, x.dtype) == (y.shape, y.dtype) and (x.weak_type == y.weak_type or b not in self.graph.output_values)
+
+    def _given(self, op: Op) -> tuple[int, ...] | None:
+        """The value that the op gives back."""
+        position = self._position(op)
+        direct = op.operands[position] if position is not None else None
+        for found in (direct, self._undone(op)):
+            if isinstance(found, int) and self._alike(found, op.results[0]):
+                return (found,)
+        return None
+
+    def _position(self, op: Op) -> int | None:
+        """Position of the operand that is the result, if shapes and dtypes agree."""
+        name = op.primitive
+        if name in _NOTHING or name in ("convert_element_type", "slice", "dynamic_slice"):
+            return 0
+        if self._is_idle(op):
+            return 0
+        if name == "select_n":
+            return self._branch(op)
+        return next((at for at, unit in _UNITS.get(name, ()) if self._number(op, 1 - at) == unit), None)
+
+    def _is_idle(self, op: Op) -> bool:
+        """Whether the parameters leave the op nothing to do."""
+        shape = self.graph.aval(op.operands[0]).shape if op.operands else ()
+        match op.primitive:
+            case "integer_pow":
+                return bool(op.param("y") == 1)
+            case "rev":
+                return all(shape[d] == 1 for d in op.param("dimensions"))
+            case "cumsum" | "cumprod" | "cummax" | "cummin" | "cumlogsumexp":
+                return shape[op.param("axis")] == 1
+            case "concatenate":
+                return len(op.operands) == 1
+            case "pad":
+                return not any(any(config) for config in op.param("padding_config"))
+        return op.primitive in _RESHAPES and self._keeps_order(op)
+
+    def _branch(self, op: Op) -> int | None:
+        """The branch that a known predicate picks, or any where all are one."""
+        which = self._number(op, 0)
+        if which is not None:
+            return 1 + int(which)
+        return 1 if len(set(op.operands[1:])) == 1 else None
+
+    def _undone(self, op: Op) -> int | None:
+        """What this op makes of another of its kind: the operand of two negations, transposes or reshapes that undo each other."""
+        if op.primitive in _RESHAPES and self._keeps_order(op):
+            return self._root(op)
+        inner = self._maker(op)
+        if inner is None or inner.primitive != op.primitive or not isinstance(inner.operands[0], int):
+            return None
+        if op.primitive == "transpose":
+            p, q = inner.param("permutation"), op.param("permutation")
+            return inner.operands[0] if all(p[q[d]] == d for d in range(len(p))) else None
+        return inner.operands[0] if op.primitive == "neg" else None
+
+    def _maker(self, op: Op) -> Op | None:
+        return self.made.get(op.operands[0]) if op.operands and isinstance(op.operands[0], int) else None
+
+    def _root(self, op: Op) -> int | None:
+        """The value that a chain of reshapes begins with."""
+        inner = self._maker(op)
+        while inner is not None and inner.primitive in _RESHAPES and self._keeps_order(inner):
+            op, inner = inner, self._maker(inner)
+        return op.operands[0] if isinstance(op.operands[0], int) else None
+
+    def _keeps_order(self, op: Op) -> bool:
+        """Whether the same elements stand in the same order, so that only dimensions of size one come, go or move."""
+        before, after = self.graph.aval(op.operands[0]), self.graph.avals[op.results[0]]
+        if op.primitive == "transpose":
+            moved = [d for d in op.param("permutation") if before.shape[d] != 1]
+            return moved == sorted(moved)
+        return before.size == after.size and (op.primitive != "reshape" or op.param("dimensions") is None)
+
+    def _number(self, op: Op, k: int) -> Any:
+        """The number that all elements of operand k are, or None."""
+        operand = op.operands[k]
+        value: Any = self.uniform.get(operand) if isinstance(operand, int) else self.literals[op.equation].get(k)
+        if getattr(value, "size", 0) == 1 and hasattr(value, "item"):
+            value = value.item()
+        return value if isinstance(value, (bool, int, float)) else None
+
+    def _fold(self, op: Op) -> None:
+        """Note the number that all elements of the result are, where the operands say it."""
+        numbers = [self._number(op, k) for k in range(len(op.operands))]
+        if not numbers or len(op.results) != 1 or any(n is None or n != n for n in numbers):
+            return
+        if op.primitive in _SPREADS:
+            if math.isinf(numbers[0]) or self._cast(op)(numbers[0]) == numbers[0]:
+                self.uniform[op.results[0]] = numbers[0]
+        elif op.primitive in _ARITHMETIC:
+            self.uniform[op.results[0]] = _ARITHMETIC[op.primitive](*numbers)
+        elif op.primitive == "select_n":
+            self.uniform[op.results[0]] = numbers[1 + int(numbers[0])]
+
+    def _cast(self, op: Op) -> Callable[[Any], Any]:
+        dtype = self.graph.avals[op.results[0]].dtype
+        return bool if dtype == "bool" else int if dtype.startswith(("int", "uint")) else float
+
+    def _key(self, op: Op) -> Any:
+        """What the op computes: equal keys, equal results. None where nothing is known about it."""
+        name, params = op.primitive, tuple(p for p in op.params if not p[0].startswith("update_"))
+        operands = tuple(o if isinstance(o, int) else (o.aval.dtype, o.text) for o in op.operands)
+        if "<" in str(params):
+            return None
+        if name in _RESHAPES and self._keeps_order(op):
+            root = self._root(op)
+            return "reshape", operands if root is None else (root,), self.graph.avals[op.results[0]].shape
+        if name == "square" or (name == "integer_pow" and op.param("y") == 2):
+            return "mul", operands * 2
+        name = "add" if name == "add_any" else name
+        operands = tuple(sorted(operands, key=str)) if name in _COMMUTATIVE else operands
+        return (name, operands) if name in ("add", "mul") else (name, params, operands)
