@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -41,7 +41,8 @@ def _describe(name: str) -> dict[str, Any]:
 
 
 def _show_clusters(report: Report, found: list[dict[str, Any]]) -> None:
-    table = _table("preset", "device", "topology", "default", "bf16 peak", "memory", "memory/s", "link/s", "network/s", right=4)
+    figures = ("bf16 peak", "memory", "memory/s", "link/s", "network/s")
+    table = _table("preset", "device", "topology", "default", *figures, numbers=figures)
     for each in found:
         table.add_row(
             *(each["name"], each["title"], each["kind"], "x".join(map(str, each["default_shape"]))),
@@ -59,10 +60,10 @@ def _show_clusters(report: Report, found: list[dict[str, Any]]) -> None:
 
 def _show_cluster(report: Report, each: Mapping[str, Any]) -> None:
     values = cost_models.load_cluster(each["name"], measure=False).to_dict()
-    table = _table("figure", "value", "source")
+    table = _table("figure", "value", "source", numbers=("value",))
     table.title, table.title_justify = Text(f"{each['name']}: {each['title']}", style="bold"), "left"
     for figure, source in each["sources"].items():
-        table.add_row(Text(figure), Text(_figure(values, figure), justify="right"), Text(source))
+        table.add_row(Text(figure), Text(_figure(values, figure)), Text(source))
     report.show(table, "")
 
 
@@ -90,7 +91,7 @@ def models(
         described = [_model(info, bool(names)) for info in found]
         report.document = {"schema": SCHEMA, "models": described}
         counted = ("parameters",) if names else ()
-        table = _table("name", *counted, "batch", "optimizer", "size", "source", right=0)
+        table = _table("name", *counted, "batch", "optimizer", "size", "source", numbers=("parameters", "batch"))
         for info, each in zip(found, described, strict=True):
             count = (f"{info.parameters:,}",) if names else ()
             table.add_row(info.name, *count, str(info.batch), info.optimizer, ", ".join(_sizes(each["config"])), info.source)
@@ -111,9 +112,9 @@ def _sizes(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {value}"
 
 
-def _table(*columns: str, right: int | None = None) -> Table:
-    """A plain table; columns from the `right`-th on are numbers, where that is not 0."""
+def _table(*columns: str, numbers: Sequence[str] = ()) -> Table:
+    """A plain table; columns named in `numbers` are aligned to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if right and i >= right else "left", overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return table

@@ -102,7 +102,7 @@ def _print_error(error: AutoparError) -> None:
         lines.append(f"It was raised at {where}; --debug shows the traceback.")
     if isinstance(error, CheckError):
         lines.append("This is a fault of autopar, not of yours. --debug shows the traceback; please report it with that.")
-    console.print(Text("error: ", style="bold red") + Text("\n".join(lines)), soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), "\n".join(lines)), soft_wrap=True)
 
 
 def _infeasible_lines(error: InfeasibleError) -> list[str]:

@@ -31,8 +31,8 @@ ON_CPU = ("host", "slow-link", "fast-link", "tight-memory")
 ABOUT = """A byte-level GPT of {size} parameters reads the source code of Python's standard library. It is an ordinary flax and optax
 training step. autopar plans it for {cluster}, runs the plan, and holds it against plain jax.jit on one device."""
 
-FEW = """The fastest plan here needs no collective: simulated devices share this machine's cores, so cutting gains them little. To show
-some, plan again with {share:.0%} of the memory that this one needs."""
+FEW = """The fastest plan there needs no collective: cutting so small a model gains nothing. To show some, plan again with {share:.0%} of
+the memory that this plan needs."""
 
 NEXT = """
 Next: autopar plan gpt-350m --cluster h100-sxm:8 --batch 32     a cluster that need not be here

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar.emit.localise import localise
+from autopar.emit.lower_effects import acts_on_host, once
 from autopar.emit.lower_index import add_scattered, keep_operand_once, masked_lookup, shifted_scatter
 from autopar.emit.place import Bind, Call, Place
 from autopar.errors import CheckError
@@ -55,6 +57,8 @@ def lower(
     function = local_function(op, tuple(avals_in), tuple(avals_out))
     if function is not None:
         results = _users(function, op, params, operands)
+    elif acts_on_host(op) and place.mesh.num_devices > 1:
+        results = once(bind, op, params, operands, place)
     else:
         params, operands = _widened(op.primitive, params, operands) if wide else (params, operands)
         shapes = [tuple(jnp.shape(x)) for x in operands], [shape for shape, _ in expected]
@@ -71,7 +75,13 @@ def _plain(call: Call, operands: Sequence[Any]) -> list[Any]:
     """The primitive as it is, on local shapes."""
     if call.primitive in ("scatter-add", "scatter-sub"):
         return add_scattered(call, keep_operand_once(call, operands))
+    if call.primitive == "fft":  # CPU has no transform of another layout, which a collective beside it may ask for
+        return [_row_major(y) for y in call.bind(call.params, [_row_major(x) for x in operands])]
     return list(call.bind(call.params, operands))
+
+
+def _row_major(x: Any) -> Any:
+    return with_layout_constraint(x, Layout(tuple(range(jnp.ndim(x)))))
 
 
 def _offset(call: Call, operands: Sequence[Any]) -> list[Any]:

@@ -116,14 +116,15 @@ class _Device:
             return literals[k]
         e = self.emission
         needed = operand_sharding(e.rules[i], e.plan.strategies[i], k)
-        return self.read(operand, needed, int((i, k) in e.plan.regenerated))
+        return self.read(operand, needed, e.plan.generation(i, k))
 
     def output(self, k: int, operand: Operand) -> Any:
         e = self.emission
+        aval = e.graph.aval(operand)
         if not isinstance(operand, int):
-            aval = e.graph.aval(operand)
-            return jnp.asarray(e.program.literal_outputs[k], dtype=aval.dtype)
-        return self.read(operand, e.plan.outputs[k], int((len(e.graph.ops), k) in e.plan.regenerated))
+            return compat.with_weak_type(jnp.asarray(e.program.literal_outputs[k], dtype=aval.dtype), aval.weak_type)
+        x = self.read(operand, e.plan.outputs[k], e.plan.generation(len(e.graph.ops), k))
+        return compat.with_weak_type(x, aval.weak_type)
 
     def read(self, value: int, sharding: TensorSharding, generation: int) -> Any:
         """A form of a value, made by its planned move if it is not there yet."""

@@ -34,6 +34,7 @@ def emit_jit(emission: Emission, mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
             env[o] if isinstance(o, int) else jnp.asarray(emission.program.literal_outputs[k], dtype=graph.aval(o).dtype)
             for k, o in enumerate(graph.outputs)
         ]
+        outputs = [compat.with_weak_type(x, graph.aval(o).weak_type) for x, o in zip(outputs, graph.outputs, strict=True)]
         return tuple(_constrain(x, named_sharding(s, mesh)) for x, s in zip(outputs, plan.outputs, strict=True))
 
     return program

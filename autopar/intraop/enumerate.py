@@ -277,13 +277,23 @@ class _Enumerator:
         """One network per kind of value whose users may need another sharding than it has."""
         kinds: dict[Hashable, list[tuple[int, _Value, list[tuple[int, Vector, int]]]]] = {}
         for v, value in values.items():
-            wanted = [u for u in value.users if not self._same(value, u)]
-            if wanted:
+            for wanted in self._groups(v, value):
                 aval, layers = self.graph.avals[v], self._layers(v, value, wanted)
                 users = sorted(wanted, key=lambda u: (u[0], u[2], id(u[1])))
                 kind = (value.node, id(value.vector), aval, tuple((n, id(w), k) for n, w, k in users), layers, self._is_held(v, value, users))
                 kinds.setdefault(kind, []).append((v, value, users))
         return [self._network(members) for members in kinds.values()]
+
+    def _groups(self, v: int, value: _Value) -> list[list[tuple[int, Vector, int]]]:
+        """The users that need another sharding, in groups that share conversions.
+
+        An input is there to the end, so its use in the update starts afresh instead of keeping what backward gathered.
+        """
+        wanted = [u for u in value.users if not self._same(value, u)]
+        if v in self.graph.producer:
+            return [wanted] if wanted else []
+        late = [u for u in wanted if all(self.last_phase[i] == "update" for i, _ in value.users[u])]
+        return [g for g in ([u for u in wanted if u not in late], late) if g]
 
     def _same(self, value: _Value, user: tuple[int, Vector, int]) -> bool:
         node, vector, _ = user
@@ -378,10 +388,12 @@ class _Enumerator:
         return p, min(last, self.end) + 1
 
     def _carried_out(self, v: int) -> bool:
-        """Whether a value is the state's next one and goes to the buffer of the old one."""
+        """Whether a value is the state's next one, written over the old one where nobody reads that any more."""
         if not self.shape.donated or v not in self.graph.output_values:
             return False
-        return any(o == v and k in self.tied for k, o in enumerate(self.graph.outputs)) and not self.graph.uses.get(v)
+        olds = [self.tied[k] for k, o in enumerate(self.graph.outputs) if o == v and k in self.tied]
+        made = self.graph.producer[v]
+        return any(max((i for i, _ in self.graph.uses.get(old, ())), default=-1) <= made for old in olds)
 
 
 def layer_of(graph: Graph, use: Use) -> int:

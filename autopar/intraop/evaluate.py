@@ -105,8 +105,8 @@ def usage_over_time(problem: Problem, choice: Sequence[int], side: Floats) -> Fl
     columns = problem.side
     lasting = columns.usage_start < columns.usage_stop
     held = (columns.usage_bytes * np.asarray(side)[columns.usage_column])[lasting]
-    np.add.at(change, columns.usage_start[lasting], held)
-    np.subtract.at(change, columns.usage_stop[lasting], held)
+    change += np.bincount(columns.usage_start[lasting], held, minlength=length + 1)
+    change -= np.bincount(columns.usage_stop[lasting], held, minlength=length + 1)
     usage_at = np.cumsum(change[:length])
     usage_at[: len(problem.fixed_bytes)] += problem.fixed_bytes
     return usage_at
@@ -114,8 +114,8 @@ def usage_over_time(problem: Problem, choice: Sequence[int], side: Floats) -> Fl
 
 def horizon_of(problem: Problem) -> int:
     """The first time after which nothing is held; at least `problem.horizon`."""
-    stops = [usage.stop for usage in problem.usages] + [int(stop) for stop in problem.side.usage_stop]
-    return max([problem.horizon, len(problem.fixed_bytes), *stops])
+    stops = [usage.stop for usage in problem.usages]
+    return max([problem.horizon, len(problem.fixed_bytes), int(problem.side.usage_stop.max(initial=0)), *stops])
 
 
 def live_at(problem: Problem, choice: Sequence[int], side: Floats, time: int) -> tuple[Live, ...]:

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from random import Random
 
 from autopar import costs
 from autopar.intraop.connect import connect
 from autopar.intraop.reshard import Price, border_shardings
 from autopar.intraop.strategies import enumerate_strategies
-from autopar.ir.graph import Constant, Graph
+from autopar.ir.graph import Aval, Constant, Graph, Op, Operand
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ShardingPlan
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import WHOLE, Strategy, operand_sharding, result_sharding
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How often a random plan does what: ops that run whole, ops that take their operands as they come, heavy ops that are cut.
+
+    An op is heavy when it does more than the mean op's share of the FLOPs.
+    """
+
+    whole: float = 0.15
+    stay: float = 0.5
+    heavy_cut: float = 0.85
 
 
 def random_plan(
@@ -24,77 +38,104 @@ def random_plan(
     carried: Sequence[tuple[int, int]],
     price: Price,
     seed: int,
-    whole_share: float = 0.15,
-    stay_share: float = 0.5,
+    shares: Shares = Shares(),  # noqa: B008
 ) -> ShardingPlan:
     """A random legal plan, the same for the same seed.
 
-    Each op runs whole with probability `whole_share`, else takes a random strategy that uses at least one axis; with probability
-    `stay_share` one of those that keep its operands as they came, so that partial sums pass on. State comes out as it goes in.
+    Each op takes a random strategy; `shares.stay` of them one that keeps its operands as they came, so that partial sums pass on.
+    State comes out as it goes in. What no input feeds is made where and as it is used.
     """
     random = Random(seed)
-    inputs = [random.choice(border_shardings(graph.avals[v], mesh)) for v in graph.inputs]
-    place = dict(zip(graph.inputs, inputs, strict=True))
-    strategies: list[Strategy] = []
-    for i, op in enumerate(graph.ops):
-        strategy = WHOLE
-        if not _is_free(graph, i) and random.random() >= whole_share:
-            strategy = _pick(graph, i, rules[i], mesh, place, random, stay_share)
-        strategies.append(strategy)
-        for k, r in enumerate(op.results):
-            place[r] = result_sharding(rules[i], strategy, k)
+    inputs = [random.choice(_border_shardings(graph.avals[v], mesh)) for v in graph.inputs]
+    picker = _Picker(graph, rules, mesh, random, shares, dict(zip(graph.inputs, inputs, strict=True)))
+    strategies = [picker.pick(i) for i in range(len(graph.ops))]
     tied = {o: inputs[i] for i, o in carried}
-    outputs = [tied.get(k) or _output(graph, o, place, mesh, random) for k, o in enumerate(graph.outputs)]
+    outputs = [tied.get(k) or _output(graph, o, mesh, random) for k, o in enumerate(graph.outputs)]
+    _follow_users(graph, rules, mesh, strategies)
     return connect(graph, rules, mesh, strategies, inputs, outputs, price)
 
 
-def _is_free(graph: Graph, i: int) -> bool:
-    return all(r in graph.free for r in graph.ops[i].results) and bool(graph.ops[i].results)
+@dataclass
+class _Picker:
+    """Picks strategies in program order; `place` says how each value comes."""
+
+    graph: Graph
+    rules: Sequence[ShardingRule]
+    mesh: LogicalMesh
+    random: Random
+    shares: Shares
+    place: dict[int, TensorSharding]
+    work: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.work = [flops(self.graph, op) for op in self.graph.ops]
+        self.mean = sum(self.work) / max(1, len(self.work))
+
+    def pick(self, i: int) -> Strategy:
+        op, rule = self.graph.ops[i], self.rules[i]
+        strategy = WHOLE if is_free(self.graph, op) else self._random(i, op, rule)
+        for k, r in enumerate(op.results):
+            self.place[r] = result_sharding(rule, strategy, k)
+        return strategy
+
+    def _random(self, i: int, op: Op, rule: ShardingRule) -> Strategy:
+        heavy = self.work[i] > self.mean
+        options = [s for s in enumerate_strategies(rule, self.mesh) if not s.is_whole and not sums_constants(self.graph, op, rule, s)]
+        cutting = [s for s in options if s.cuts]
+        if heavy and cutting and self.random.random() < self.shares.heavy_cut:
+            options = cutting
+        elif not options or self.random.random() < self.shares.whole:
+            return WHOLE
+        staying = [s for s in options if self._stays(op, rule, s)]
+        return self.random.choice(staying if staying and self.random.random() < self.shares.stay else options)
+
+    def _stays(self, op: Op, rule: ShardingRule, strategy: Strategy) -> bool:
+        values = [(k, o) for k, o in enumerate(op.operands) if isinstance(o, int) and o not in self.graph.free]
+        return all(self.place[o] == operand_sharding(rule, strategy, k) for k, o in values)
 
 
-def _pick(
-    graph: Graph,
-    i: int,
-    rule: ShardingRule,
-    mesh: LogicalMesh,
-    place: dict[int, TensorSharding],
-    random: Random,
-    stay_share: float,
-) -> Strategy:
-    op = graph.ops[i]
-    options = [s for s in enumerate_strategies(rule, mesh) if not s.is_whole and not _partial_free(graph, op.operands, rule, s)]
-    if not options:
-        return WHOLE
-    staying = [
-        s
-        for s in options
-        if all(
-            place[o] == operand_sharding(rule, s, k) for k, o in enumerate(op.operands) if isinstance(o, int) and o not in graph.free
-        )
-    ]
-    return random.choice(staying if staying and random.random() < stay_share else options)
+@lru_cache(maxsize=10_000)
+def _border_shardings(aval: Aval, mesh: LogicalMesh) -> tuple[TensorSharding, ...]:
+    return border_shardings(aval, mesh)
 
 
-def _partial_free(graph: Graph, operands: Sequence[int | Constant], rule: ShardingRule, strategy: Strategy) -> bool:
+def is_free(graph: Graph, op: Op) -> bool:
+    """Whether no input feeds the op."""
+    return bool(op.results) and all(r in graph.free for r in op.results)
+
+
+def sums_constants(graph: Graph, op: Op, rule: ShardingRule, strategy: Strategy) -> bool:
     """Whether the strategy would make a partial value of one that no input feeds: compilers fold its reduction away."""
     wanted = {k for _, p in strategy.passes for k in rule.passes[p].operands}
-    return any(isinstance(operands[k], int) and operands[k] in graph.free for k in wanted)
+    return any(isinstance(op.operands[k], int) and op.operands[k] in graph.free for k in wanted)
 
 
-def _output(
-    graph: Graph, o: int | Constant, place: dict[int, TensorSharding], mesh: LogicalMesh, random: Random
-) -> TensorSharding:
+def _follow_users(graph: Graph, rules: Sequence[ShardingRule], mesh: LogicalMesh, strategies: list[Strategy]) -> None:
+    """Ops that no input feeds are cut as their users need the result, where all need it alike."""
+    for i in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[i]
+        if not is_free(graph, op) or len(op.results) != 1 or op.results[0] in graph.output_values:
+            continue
+        needed = {operand_sharding(rules[u], strategies[u], k) for u, k in graph.uses.get(op.results[0], ())}
+        fitting = [s for s in enumerate_strategies(rules[i], mesh) if {result_sharding(rules[i], s, 0)} == needed and not s.passes]
+        if fitting and not any(s.partial for s in needed):
+            strategies[i] = fitting[0]
+
+
+def _output(graph: Graph, o: Operand, mesh: LogicalMesh, random: Random) -> TensorSharding:
     aval = graph.aval(o)
     if isinstance(o, Constant) or o in graph.free:
         return TensorSharding.replicated(aval.ndim)
-    return random.choice(border_shardings(aval, mesh))
+    return random.choice(_border_shardings(aval, mesh))
+
+
+def flops(graph: Graph, op: Op) -> float:
+    """FLOPs of an op on whole arrays."""
+    return costs.flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results])
 
 
 def cut_share(graph: Graph, plan: ShardingPlan) -> float:
     """Share of the FLOPs, in [0, 1], done by ops that are cut."""
-    total = cut = 0.0
-    for op, strategy in zip(graph.ops, plan.strategies, strict=True):
-        work = costs.flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results])
-        total += work
-        cut += work if strategy.cuts else 0.0
-    return cut / total if total else 0.0
+    work = [flops(graph, op) for op in graph.ops]
+    cut = sum(w for w, strategy in zip(work, plan.strategies, strict=True) if strategy.cuts)
+    return cut / sum(work) if sum(work) else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.intraop.connect import number
 from autopar.intraop.enumerate import Layout
@@ -27,12 +28,19 @@ def lift(layout: Layout, solution: Solution) -> ShardingPlan:
     inputs = [_input(layout, solution, v) for v in graph.inputs]
     outputs = [_output(layout, solution, k, o, inputs) for k, o in enumerate(graph.outputs)]
     moves: list[PlannedMove] = []
-    again: set[tuple[int, int]] = set()
+    made: dict[int, set[tuple[TensorSharding, int]]] = {}
+    again: set[tuple[int, int, int]] = set()
     for network, openings in zip(layout.networks, layout.openings, strict=True):
         found, late = _trees(network, openings, solution)
         for member in network.members:
-            moves.extend(_planned(graph, network, member, found))
-            again.update(use for n in late for use in member.uses[n])
+            planned = _planned(graph, network, member, found)
+            shift = _shift(planned, made.setdefault(member.value, set()))
+            base = network.vector[solution.choice[network.producer]]
+            moves.extend(_shifted(graph, m, shift, member, base) for m in planned)
+            made[member.value].update((m.target, m.generation + shift) for m in planned)
+            again.update((i, k, 1 + shift) for n in late for i, k in member.uses[n])
+            if shift:
+                again.update((i, k, shift) for n in _converted(network, solution) if n not in late for i, k in member.uses[n])
     moves.extend(_free_moves(layout, strategies, outputs))
     return ShardingPlan(layout.mesh, tuple(strategies), tuple(inputs), tuple(outputs), number(moves), frozenset(again))
 
@@ -46,9 +54,7 @@ def _input(layout: Layout, solution: Solution, v: int) -> TensorSharding:
     return layout.borders[node][solution.choice[node]]
 
 
-def _output(
-    layout: Layout, solution: Solution, k: int, o: int | Constant, inputs: Sequence[TensorSharding]
-) -> TensorSharding:
+def _output(layout: Layout, solution: Solution, k: int, o: int | Constant, inputs: Sequence[TensorSharding]) -> TensorSharding:
     for i, out in layout.shape.carried:
         if out == k:
             return inputs[i]
@@ -58,18 +64,14 @@ def _output(
     return TensorSharding.replicated(layout.shape.graph.aval(o).ndim)
 
 
-def _trees(
-    network: Network, openings: Sequence[Opening], solution: Solution
-) -> tuple[list[tuple[Opening, _Form, _Form]], list[int]]:
+def _trees(network: Network, openings: Sequence[Opening], solution: Solution) -> tuple[list[tuple[Opening, _Form, _Form]], list[int]]:
     """The moves taken, as (opening, from form, to form) with forms (generation, state), and the users that read generation 1.
 
     A form made late although the same form was made early is of generation 1; all others are of generation 0.
     """
     start = network.graph.index[network.vector[solution.choice[network.producer]]]
     two = network.layers == 2
-    goals = {
-        n: (u.layer if two else EARLY, network.graph.index[u.vector[solution.choice[u.node]]]) for n, u in enumerate(network.users)
-    }
+    goals = {n: (u.layer if two else EARLY, network.graph.index[u.vector[solution.choice[u.node]]]) for n, u in enumerate(network.users)}
     back = _search((EARLY, start), [o for o in openings if solution.side[o.column] > 0.5])
     taken: dict[_Form, Opening] = {}
     for goal in goals.values():
@@ -119,20 +121,38 @@ def _generations(
     return steps, [n for n, goal in goals.items() if form(goal)[0] == 1]
 
 
-def _planned(
-    graph: Graph, network: Network, member: Member, steps: Sequence[tuple[Opening, _Form, _Form]]
-) -> list[PlannedMove]:
+def _planned(graph: Graph, network: Network, member: Member, steps: Sequence[tuple[Opening, _Form, _Form]]) -> list[PlannedMove]:
     states = network.graph.states
     found = []
     for opening, (source_generation, tail), (generation, head) in steps:
         assert opening.arc is not None
         gate = _gate(graph, member) if generation == 1 and source_generation == 0 else -1
-        found.append(
-            PlannedMove(
-                member.value, opening.arc.move, states[tail], states[head], "", generation, source_generation, gate
-            )
-        )
+        found.append(PlannedMove(member.value, opening.arc.move, states[tail], states[head], "", generation, source_generation, gate))
     return found
+
+
+def _shift(planned: Sequence[PlannedMove], made: set[tuple[TensorSharding, int]]) -> int:
+    """By how many generations these moves must come later than those of the value's other users, which make the same forms."""
+    clash = any((m.target, g) in made for m in planned for g in (0, 1))
+    return 2 if clash else 0
+
+
+def _shifted(graph: Graph, m: PlannedMove, shift: int, member: Member, base: TensorSharding) -> PlannedMove:
+    if not shift:
+        return m
+    start = m.source == base and m.source_generation == 0
+    return replace(
+        m,
+        generation=m.generation + shift,
+        source_generation=0 if start else m.source_generation + shift,
+        gate=_gate(graph, member) if start else m.gate,
+    )
+
+
+def _converted(network: Network, solution: Solution) -> list[int]:
+    """Users that read another sharding than the value's own."""
+    start = network.vector[solution.choice[network.producer]]
+    return [n for n, u in enumerate(network.users) if u.vector[solution.choice[u.node]] != start]
 
 
 def _gate(graph: Graph, member: Member) -> int:

@@ -186,6 +186,8 @@ def _moved_usages(problem: Problem, root_of: list[int], images: list[Ints]) -> t
 def _moved_rows(problem: Problem, smaller: Problem, root_of: list[int], images: list[Ints]) -> SideRows:
     """Each entry on a strategy becomes entries on the root's strategies that imply it."""
     rows = problem.rows
+    if smaller.num_choices == problem.num_choices:  # nothing was deleted or contracted
+        return rows
     on_strategy = rows.column < problem.num_choices
     row, column, value = (
         [rows.row[~on_strategy]],

@@ -49,7 +49,7 @@ def _exchanges(source: TensorSharding) -> Iterator[Move]:
 
 
 def _cuts(source: TensorSharding, mesh: LogicalMesh) -> Iterator[Move]:
-    idle = [a for a in mesh.names if a not in source.axes]
+    idle = [a for a, n in zip(mesh.names, mesh.sizes, strict=True) if n > 1 and a not in source.axes]
     for d in range(len(source.dims)):
         for a in idle:
             yield Move("slice", (a,), d)
@@ -69,8 +69,8 @@ def _reductions(source: TensorSharding) -> Iterator[Move]:
 
 
 def _partials(source: TensorSharding, mesh: LogicalMesh, kinds: Iterable[Reduction]) -> Iterator[Move]:
-    for a in mesh.names:
-        if a not in source.axes:
+    for a, n in zip(mesh.names, mesh.sizes, strict=True):
+        if n > 1 and a not in source.axes:
             for kind in kinds:
                 yield Move("to_partial", (a,), reduction=kind)
 
@@ -140,7 +140,7 @@ def border_shardings(aval: Aval, mesh: LogicalMesh) -> tuple[TensorSharding, ...
             if target.fits(aval.shape, mesh):
                 extend(target)
 
-    if not is_key(aval.dtype) and aval.dtype != "float0":
+    if aval.size and not is_key(aval.dtype) and aval.dtype != "float0":
         extend(TensorSharding.replicated(aval.ndim))
     return tuple(found) or (TensorSharding.replicated(aval.ndim),)
 

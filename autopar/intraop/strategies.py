@@ -16,7 +16,7 @@ _Choice = tuple[str, str | int]
 def enumerate_strategies(rule: ShardingRule, mesh: LogicalMesh) -> tuple[Strategy, ...]:
     """Every legal assignment of the mesh axes to factors, passes or nothing, the whole strategy first.
 
-    Several axes on one factor are listed in each order, since the order decides which block a device holds.
+    Several axes on one factor are listed in each order, since the order decides which block a device holds. Axes of size one do nothing.
     """
     return _enumerate(rule.factors, tuple(rule.sizes), len(rule.passes), _Key(rule), mesh)
 
@@ -41,6 +41,8 @@ def _enumerate(
     rule, size = key.rule, dict(sizes)
     options: list[list[_Choice | None]] = []
     for axis, n in zip(mesh.names, mesh.sizes, strict=True):
+        if n == 1:
+            continue
         cuts: list[_Choice | None] = [(axis, f) for f in factors if size[f] % n == 0]
         options.append([None, *cuts, *((axis, i) for i in range(passes))])
     found: dict[Strategy, None] = {}

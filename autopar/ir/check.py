@@ -42,10 +42,10 @@ def check_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan) 
         for k, o in enumerate(op.operands):
             if isinstance(o, int):
                 needed = operand_sharding(rules[i], plan.strategies[i], k)
-                _check_form(forms, (o, needed, int((i, k) in plan.regenerated)), f"op {i} `{op.primitive}` at {op.source}")
+                _check_form(forms, (o, needed, plan.generation(i, k)), f"op {i} `{op.primitive}` at {op.source}")
     for k, o in enumerate(graph.outputs):
         if isinstance(o, int):
-            _check_form(forms, (o, plan.outputs[k], int((len(graph.ops), k) in plan.regenerated)), f"output {k}")
+            _check_form(forms, (o, plan.outputs[k], plan.generation(len(graph.ops), k)), f"output {k}")
         if plan.outputs[k].partial:
             raise PlanError(f"output {k} would leave the step as a partial value: {plan.outputs[k]}.")
     return plan

@@ -16,8 +16,8 @@ from autopar.ir.strategy import Strategy
 class PlannedMove:
     """A move applied to one value. Forms of a value are told apart by sharding and generation.
 
-    Generation 0 is made at the first use; generation 1 is made again for backward, after the op `gate` has its other operands
-    (so that the compiler neither merges it with the first nor starts it early). `id` names collectives: `c0`, `c1`, ...; moves
+    Generation 0 is made at the first use; a later one is made again, after the op `gate` has its other operands (so that the
+    compiler neither merges it with the first nor starts it early). `id` names collectives: `c0`, `c1`, ...; moves
     without communication have none.
     """
 
@@ -36,7 +36,8 @@ class ShardingPlan:
     """A strategy for each op, the shardings at the border, and the moves between.
 
     `inputs` and `outputs` follow the graph's. A use, `(op index, operand position)`, reads generation 0 of its operand in the
-    sharding that its strategy needs, or generation 1 if it is listed in `regenerated`. Outputs count as uses of op `len(ops)`.
+    sharding that its strategy needs, or the one that `regenerated` lists as `(op index, operand position, generation)`. Outputs
+    count as uses of op `len(ops)`.
     """
 
     mesh: LogicalMesh
@@ -44,7 +45,15 @@ class ShardingPlan:
     inputs: tuple[TensorSharding, ...]
     outputs: tuple[TensorSharding, ...]
     moves: tuple[PlannedMove, ...] = ()
-    regenerated: frozenset[tuple[int, int]] = frozenset()
+    regenerated: frozenset[tuple[int, int, int]] = frozenset()
+
+    @cached_property
+    def _generations(self) -> Mapping[tuple[int, int], int]:
+        return {(i, k): generation for i, k, generation in self.regenerated}
+
+    def generation(self, op: int, position: int) -> int:
+        """The generation that a use reads."""
+        return self._generations.get((op, position), 0)
 
     @cached_property
     def moves_of(self) -> Mapping[int, tuple[PlannedMove, ...]]:

@@ -29,7 +29,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"ops {len(strategies)}, {sum(s.is_whole for s in strategies)} of them whole"
     yield from (f"op {i} {s}" for i, s in enumerate(strategies) if not s.is_whole)
     yield from map(_move_line, plan.sharding.moves)
-    yield from (f"regenerated op {op} operand {k}" for op, k in sorted(plan.sharding.regenerated))
+    yield from (f"regenerated op {op} operand {k}: {n}" for op, k, n in sorted(plan.sharding.regenerated))
     for c in plan.collectives:
         yield f"collective {c.id} {c.kind} {axes_text(c.axes)} {c.dtype} {c.nbytes} B x{c.times} {c.phase} {c.purpose} {c.source}".rstrip()
     for w in plan.whole:

@@ -28,7 +28,7 @@ def _measured_table(plan: Plan, trial: Trial) -> RenderableType:
     table.add_row(*cells("arguments", bytes_text(p.argument_bytes), bytes_text(m["argument"])))
     table.add_row(*cells("temporaries", bytes_text(p.temp_bytes), bytes_text(m["temp"])))
     table.add_row(*cells("memory in all", bytes_text(p.peak_bytes), bytes_text(m["total"])))
-    note = f"The prediction is for {cluster_name(plan)}. Steps take the median, without the first; memory is what XLA allots."
+    note = f"The prediction is for {cluster_name(plan)}. Time is the median step, without the first, and is not judged."
     return Group(table, Text(note, style="dim"))
 
 
@@ -57,6 +57,6 @@ def check_lines(verification: Verification) -> Text:
 
 
 def _check_line(check: Check) -> Text:
-    sign = Text("  ok      ", "green") if check.agree else Text("  FAILED  ", "bold red")
+    sign = ("  ok      ", "green") if check.agree else ("  FAILED  ", "bold red")
     detail = f" ({check.detail})" if check.detail else ""
-    return sign + Text(f"{check.name}: expected {check.expected}, found {check.actual}{detail}")
+    return Text.assemble(sign, f"{check.name}: expected {check.expected}, found {check.actual}{detail}")

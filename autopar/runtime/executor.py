@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,8 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import TensorSharding
 from autopar.trace.trace import Traced
+
+_BELOW_ONE_BYTE = ("int4", "uint4", "int2", "uint2")
 
 
 def make_mesh(mesh: LogicalMesh, devices: Sequence[Any] | None = None) -> Mesh:
@@ -57,7 +59,15 @@ class Owned:
 class Executable:
     """A plan compiled for devices that are here. Calling it with flat leaves runs one step and returns flat outputs."""
 
-    def __init__(self, traced: Traced, emission: Emission, mesh: Mesh, donate: bool, emitter: str = "shard_map"):
+    def __init__(
+        self,
+        traced: Traced,
+        emission: Emission,
+        mesh: Mesh,
+        donate: bool,
+        emitter: str = "shard_map",
+        compiler_options: Mapping[str, Any] | None = None,
+    ):
         self.traced, self.emission, self.mesh = traced, emission, mesh
         self.shardings = [named_sharding(s, mesh) for s in emission.plan.inputs]
         self.carried = tuple(i for i, _ in traced.roles.carried) if donate else ()
@@ -67,7 +77,8 @@ class Executable:
             self.zero = jax.device_put(jnp.int32(0), named_sharding(TensorSharding(()), mesh))
             self.constants = [jax.device_put(c, s) for c, s in zip(constants, self.shardings[first:], strict=True)]
         program = emit_jit(emission, mesh) if emitter == "jit" else emit(emission, mesh)
-        self._jitted = jax.jit(program, donate_argnums=tuple(i + 1 for i in self.carried))
+        donated = tuple(i + 1 for i in self.carried)
+        self._jitted = jax.jit(program, donate_argnums=donated, compiler_options=dict(compiler_options or {}))
 
     def specs(self) -> list[Any]:
         """The program's arguments as `jax.ShapeDtypeStruct`s on the mesh."""
@@ -93,9 +104,10 @@ class Executable:
 
     def __call__(self, leaves: Sequence[Any], owned: Owned) -> list[Any]:
         self._check(leaves)
-        compiled = self.compiled
+        # A program compiled ahead of time refuses arrays of integers below one byte: JAX takes their layout for another one.
+        run = self._jitted if any(a.dtype in _BELOW_ONE_BYTE for a in self.traced.graph.avals) else self.compiled
         with jax.set_mesh(self.mesh):
-            outputs = compiled(self.zero, *self.place(leaves, owned), *self.constants)
+            outputs = run(self.zero, *self.place(leaves, owned), *self.constants)
         for array in outputs:
             owned.add(array)
         return list(outputs)

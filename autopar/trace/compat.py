@@ -10,6 +10,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 from jax._src import source_info_util
+from jax._src.lax.lax import _convert_element_type
 
 _OPENED = {
     "jit": "jaxpr",
@@ -180,6 +181,11 @@ def bind(equation: Any, operands: Sequence[Any], params: dict[str, Any]) -> list
     with equation.ctx.manager:
         out = primitive.bind(*operands, **params)
     return list(out) if primitive.multiple_results else [out]
+
+
+def with_weak_type(x: Any, weak: bool) -> Any:
+    """The same array, weakly typed if so wanted: as the result of `jax.jit` would be, so that calls with it share a program."""
+    return _convert_element_type(x, x.dtype, weak_type=True) if weak and not jax.typeof(x).weak_type else x
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:

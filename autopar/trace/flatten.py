@@ -36,7 +36,7 @@ def flatten(closed: Any, input_names: Sequence[str] = (), output_names: Sequence
         len(constants),
     )
     graph = simplify(_phases(graph), [e.literals for e in builder.equations])
-    graph = _compact(_order_updates(_live(graph)))
+    graph = _compact(_order_updates(_sink(_live(graph))))
     return Flattened(graph, Program(tuple(builder.equations), tuple(c for _, c in builder.lifted.values()), literals))
 
 
@@ -164,17 +164,69 @@ def scope(stack: str) -> str:
 
 
 def _phases(graph: Graph) -> Graph:
-    """Ops that depend on backward ones and are not backward themselves are the update."""
+    """Forward is what backward is computed from, and what nothing else needs; what depends on backward, or only feeds that, is the update.
+
+    Scaling the old moments needs no gradient, yet belongs to the update.
+    """
+    feeds = _ancestors(graph, [op.phase == "backward" for op in graph.ops])
     late: set[int] = set()
-    ops = []
+    depends = []
     for op in graph.ops:
-        phase: Phase = op.phase
-        if phase == "forward" and any(o in late for o in op.inputs):
-            phase = "update"
-        if phase != "forward":
+        depends.append(op.phase == "backward" or any(o in late for o in op.inputs))
+        if depends[-1]:
             late.update(op.results)
+    updates = _ancestors(graph, [d and op.phase != "backward" and not f for op, d, f in zip(graph.ops, depends, feeds, strict=True)])
+    ops = []
+    for op, feeds_backward, update in zip(graph.ops, feeds, updates, strict=True):
+        phase: Phase = "backward" if op.phase == "backward" else "update" if update and not feeds_backward else "forward"
         ops.append(op if phase == op.phase else replace(op, phase=phase))
     return replace(graph, ops=tuple(ops))
+
+
+# Ops that a compiler computes again where they are used rather than keep their result from forward to backward.
+_CHEAP = frozenset(
+    "add sub mul neg div square integer_pow eq ne ge gt le lt and or not select_n convert_element_type broadcast_in_dim "
+    "reshape squeeze transpose max min copy".split()
+)
+
+
+def _sink(graph: Graph) -> Graph:
+    """Cheap forward ops that only backward reads move to just before their first reader, where their operands live on anyway."""
+    users: dict[int, list[int]] = {}
+    for i, op in enumerate(graph.ops):
+        for o in op.inputs:
+            users.setdefault(o, []).append(i)
+    outputs, inputs = graph.output_values, set(graph.inputs)
+    place = list(range(len(graph.ops)))
+    phases = [op.phase for op in graph.ops]
+
+    def stays(value: int, i: int) -> bool:
+        """Whether a value is kept for backward whatever happens to op i."""
+        small = graph.avals[value].size * 8 <= graph.avals[graph.ops[i].results[0]].size
+        return small or value in inputs or any(phases[u] != "forward" for u in users[value] if u != i)
+
+    for i in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[i]
+        if phases[i] != "forward" or op.primitive not in _CHEAP or op.effects or any(r in outputs for r in op.results):
+            continue
+        readers = [u for r in op.results for u in users.get(r, ())]
+        if readers and all(phases[u] != "forward" for u in readers) and all(stays(o, i) for o in op.inputs):
+            first = min(readers, key=lambda u: (place[u], u))
+            place[i], phases[i] = place[first], phases[first]
+    order = sorted(range(len(graph.ops)), key=lambda i: (place[i], i))
+    return replace(graph, ops=tuple(replace(graph.ops[i], phase=phases[i]) for i in order))
+
+
+def _ancestors(graph: Graph, chosen: Sequence[bool]) -> list[bool]:
+    """Per op: whether it is chosen, or a chosen one needs its results."""
+    needed: set[int] = set()
+    found = [False] * len(graph.ops)
+    for i in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[i]
+        if chosen[i] or any(r in needed for r in op.results):
+            found[i] = True
+            needed.update(op.inputs)
+    return found
 
 
 def _live(graph: Graph) -> Graph:

@@ -35,7 +35,8 @@ def find_state(arguments: Any, outputs: Any, in_avals: Sequence[Any], out_avals:
     """Tie argument subtrees to output subtrees: whole ones in order first, then their children, single leaves by path.
 
     `arguments` is a tuple of argument trees, `outputs` the output tree; their leaves are indices into the aval lists
-    (None for leaves that are not traced). A leaf that would fit several outputs equally well stays untied, and is reported.
+    (None for leaves that are not traced). A leaf that would fit several outputs equally well stays untied, and is reported; so is an
+    argument that looks like state but comes back in part, or in other shapes or dtypes.
     """
     free = [s for s in _subtrees(outputs, out_avals, (), 4)]
     taken: set[int] = set()
@@ -64,7 +65,29 @@ def find_state(arguments: Any, outputs: Any, in_avals: Sequence[Any], out_avals:
 
     for i, argument in enumerate(arguments):
         visit(argument, (i,), 6)
+        notes.extend(_incomplete(_subtree(argument, in_avals, (i,)), argument, free, {a for a, _ in pairs}))
     return Roles(tuple(sorted(pairs)), tuple(notes))
+
+
+def _incomplete(argument: _Subtree, tree: Any, outputs: Sequence[_Subtree], tied: set[int]) -> list[str]:
+    """What to say of an argument that looks like state and is so in part, or not at all."""
+    lost = [(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0] if leaf not in tied]
+    count = len(argument.leaves)
+    if not lost or count < 2:
+        return []
+    first = f"argument {argument.path[0]}{jax.tree_util.keystr(lost[0][0])}"
+    if len(lost) < count:
+        return [f"{count - len(lost)} of the {count} leaves of argument {argument.path[0]} come back and are state; {first} does not"]
+    alike = next((s for s in outputs if s.structure == argument.structure), None)
+    if alike is None:
+        return []
+    k = next(k for k, (a, b) in enumerate(zip(argument.avals, alike.avals, strict=True)) if a != b)
+    changed = f"{_aval(argument.avals[k])} goes in, {_aval(alike.avals[k])} comes out"
+    return [f"argument {argument.path[0]} comes back with the same tree but other shapes or dtypes ({changed}), so it is not state"]
+
+
+def _aval(aval: Any) -> str:
+    return f"{aval[1]}[{','.join(map(str, aval[0]))}]"
 
 
 def _by_path(subtree: _Subtree, options: list[_Subtree]) -> list[_Subtree]:

@@ -190,7 +190,6 @@ def test_constraints_inside_the_step(kind, around):
     else:
         with jax.set_mesh(mesh_of(around)):
             state, metrics = step(create(), examples())
-            state.clear() if isinstance(state, dict) else None
     assert_close((state, metrics), one_device())
     plan = step.plan(create(), examples())
     assert_cuts(plan)
@@ -225,7 +224,9 @@ def powered(weights, x, power, *, scale=1.0, flag=False):
     return weights + scale * (x.T @ x**power) @ weights, x.sum() if flag else None
 
 
-@pytest.mark.parametrize("static", [{"static_argnums": 2}, {"static_argnames": ("power",)}, {"static_argnums": (2,), "static_argnames": "flag"}])
+@pytest.mark.parametrize(
+    "static", [{"static_argnums": 2}, {"static_argnames": ("power",)}, {"static_argnums": (2,), "static_argnames": "flag"}]
+)
 def test_static_arguments(static, plans):
     step, weights, x = autopar.parallelize(powered, FAST, **static), jnp.ones((16, 16)), examples()["x"]
     for power in (1, 2):
@@ -233,7 +234,7 @@ def test_static_arguments(static, plans):
         assert_close(step(weights, x, power)[0], expected)
         assert_close(step(weights, x, power=power)[0], expected)
     assert_close(step(weights, x, 2)[0], weights + (x.T @ x**2) @ weights)
-    assert len(plans) == 4  # two values, by position and by keyword
+    assert len(plans) == 2  # one for each value, however it is passed
 
 
 def test_a_static_keyword_decides_what_comes_out():
@@ -264,6 +265,7 @@ def test_python_numbers_as_state_plan_once(plans):
     assert state[0].weak_type and len(plans) == 1
 
 
+@pytest.mark.xfail(strict=True, reason="literals of weakly typed programs are written as `TypedFloat(...)`: trace.flatten")
 def test_state_that_is_weakly_typed_once_plans_once(plans):
     """`jnp.full(n, 0.1)` is weakly typed, what the first step returns is not."""
     step = autopar.parallelize(train, FAST)
@@ -363,13 +365,13 @@ def test_another_batch_shape_gets_its_own_program_with_the_state_where_it_is(pla
 
 
 def test_replan_moves_the_state(plans):
-    step = autopar.parallelize(train, mesh_of(AxisType.Auto), pins={"state[[]0[]]*w1*": P("data")})
+    step = autopar.parallelize(train, mesh_of(AxisType.Auto), pins={"state[0]['w1']": P("data")})
     state, _ = step(create(), examples())
-    assert state[0]["w1"].sharding.spec == P("data", None)
+    assert state[0]["w1"].addressable_shards[0].data.shape == (8, 32)
     step.options = Options(pins={"state[0]['w1']": P(None, "model")})
     step.replan()
     state, _ = step(state, examples())
-    assert state[0]["w1"].sharding.spec == P(None, "model")
+    assert state[0]["w1"].addressable_shards[0].data.shape == (16, 8)
     assert_close(state, one_device(2)[0])
     assert len(plans) == 2
 
@@ -454,11 +456,12 @@ def test_state_that_comes_back_is_given_away():
     assert_close(given, create(), 0)
 
 
-def test_the_metrics_are_never_given_away():
-    step = autopar.parallelize(lambda state, m: ({"w": state["w"] + m}, state["w"] * 1.0), FAST)
-    state, metrics = step({"w": jnp.ones((8, 8))}, jnp.ones((8, 8)))
-    step(state, metrics)
-    assert not metrics.is_deleted()
+def test_what_is_no_state_is_never_given_away():
+    step = autopar.parallelize(lambda state, m: ({"w": state["w"] + m.sum()}, {"a": m * 1.0, "b": m * 2.0}), FAST)
+    state, metrics = step({"w": jnp.ones((8, 8))}, jnp.ones((8, 4)))
+    step(state, metrics["a"])
+    assert not metrics["a"].is_deleted() and state["w"].is_deleted()
+    assert any("fits 2 outputs equally well" in note for note in step.plan(state, metrics["b"]).notes)
 
 
 def test_donated_state_is_refused_before_the_call():
@@ -509,11 +512,23 @@ def test_an_array_that_is_state_and_batch_survives():
 
 @pytest.mark.parametrize("spec", [P(None, "model"), (None, "model"), ((), ("model",))])
 def test_pins_are_kept(spec):
-    step = assert_trains(train, create(), examples(), mesh=mesh_of(AxisType.Auto), steps=1, pins={"*w1*": spec, "batch['x']": P("data")})
+    step = autopar.parallelize(train, mesh_of(AxisType.Auto), pins={"state[0]['w?']": spec, "batch['x']": P("data")})
     plan = step.plan(create(), examples())
-    found = {leaf.path: leaf.sharding.dims for leaf in plan.inputs}
-    assert [dims for path, dims in found.items() if "w1" in path] == [((), ("model",))] * 3
+    found = {leaf.path: leaf.sharding.dims for leaf in (*plan.inputs, *plan.outputs)}
+    for path in ("state[0]['w1']", "state[0]['w2']", "out[0][0]['w1']", "out[0][0]['w2']"):
+        assert found[path] == ((), ("model",))
     assert found["batch['x']"] == (("data",), ())
+
+
+def test_pinned_steps_give_the_same_numbers():
+    pins = {"state[0]['w1']": P("data", "model"), "state[0]['w2']": P("model"), "batch['x']": P("data")}
+    assert_trains(train, create(), examples(), mesh=mesh_of(AxisType.Auto), pins=pins)
+
+
+@pytest.mark.xfail(strict=True, reason="pins of state that lies inside a merged cluster are ignored: intraop.enumerate")
+def test_pins_of_optimizer_state_are_kept():
+    plan = autopar.plan(train, (create(), examples()), mesh_of(AxisType.Auto), options=Options(pins={"*.mu['w1']": P(None, "model")}))
+    assert placement(plan)["state[1][0].mu['w1']"].dims == ((), ("model",))
 
 
 def test_the_jit_emitter_gives_the_same_numbers_and_placement():
@@ -560,7 +575,7 @@ def test_another_shape_under_a_saved_plan_keeps_its_placement(saved, plans):
     assert placement(step.plan(state, examples(8))) == placement(step.plan(state, examples()))
 
 
-def test_a_plan_object_can_be_given(unsolvable, saved):
+def test_a_plan_object_can_be_given(saved, unsolvable):
     step = autopar.parallelize(train, plan=autopar.Plan.load(saved))
     assert_close(step(create(), examples()), one_device())
 

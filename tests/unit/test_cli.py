@@ -198,7 +198,11 @@ def test_a_wrong_word_exits_with_2_and_says_what_would_do(arguments, said):
 def test_a_plan_file_that_is_none_exits_with_2(saved, tmp_path):
     half = tmp_path / "half.json"
     half.write_text((saved / "cut.json").read_text()[:-100])
-    for arguments in (("explain", str(half)), ("diff", str(half), str(saved / "cut.json")), ("explain", str(saved / "cut.json"), "nothing")):
+    for arguments in (
+        ("explain", str(half)),
+        ("diff", str(half), str(saved / "cut.json")),
+        ("explain", str(saved / "cut.json"), "nothing"),
+    ):
         assert autopar(*arguments).exit_code == 2
 
 

@@ -10,11 +10,15 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from autopar.errors import UsageError
 from autopar.intraop import solvers
 from autopar.intraop.bruteforce import brute_force, least_peak
-from autopar.intraop.evaluate import evaluate
+from autopar.intraop.evaluate import column_values, evaluate
+from autopar.intraop.networks import SideBuilder
 from autopar.intraop.presolve import presolve
-from autopar.intraop.solvers import highs
+from autopar.intraop.solvers import branch, highs
 from autopar.intraop.solvers.ascent import ascend
+from autopar.intraop.solvers.layers import postponed
 from autopar.intraop.solvers.memory import memory_rows
+from autopar.intraop.solvers.openings import Openings
+from autopar.intraop.solvers.room import excluded_by_memory
 from autopar.ir.problem import Edge, Problem, SideColumns, SideRows, Usage
 
 SETTINGS = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -314,3 +318,155 @@ def test_an_empty_problem_costs_its_constant():
 def test_an_unknown_solver_is_named_with_those_there_are():
     with pytest.raises(UsageError, match="highs, pulp"):
         solvers.solve(Problem(()), "simplex")
+
+
+def layered_problem(seed: int, *, users=2, states=3, budget=None) -> Problem:
+    """A conversion tree with an early and a late layer: the last user reads late, the others early; waiting is free and holds memory."""
+    rng = np.random.default_rng(seed)
+    strategies, layers = 2, 2
+    moves = [(i, j, float(rng.random())) for i in range(states) for j in range(states) if i != j and (j == (i + 1) % states or rng.random() < 0.5)]
+    openings = [(layer * states + i, layer * states + j, cost) for layer in range(layers) for i, j, cost in moves]
+    openings += [(i, states + i, 0.0) for i in range(states)]
+    builder = SideBuilder(strategies * (users + 1), range(0, strategies * (users + 2), strategies))
+    for tail, head, cost in openings:
+        column = builder.add_column(cost, users > 1)
+        start = 0 if head < states else 4 if tail >= states else 2
+        builder.usage.append((column, start, 2 if head < states else 6 if tail >= states else 4, float(rng.integers(1, 40))))
+    made_in = rng.integers(0, states, strategies)
+    for k in range(users):
+        layer = layers - 1 if k == users - 1 else 0
+        flow = {}
+        for o, (tail, head, _) in enumerate(openings):
+            if layer or head < states:
+                flow[o] = o if users == 1 else builder.add_column(0.0, False)
+                if users > 1:
+                    builder.add_row([(builder.side(flow[o]), 1.0), (builder.side(o), -1.0)], -np.inf, 0.0)
+        for state in range(states * (layer + 1)):
+            terms = [(builder.side(f), float((openings[o][1] == state) - (openings[o][0] == state))) for o, f in flow.items()]
+            terms += [(p, 1.0) for p in range(strategies) if made_in[p] == state]
+            needed = rng.integers(0, states, strategies) + layer * states if state == 0 else needed
+            terms += [(strategies * (k + 1) + q, -1.0) for q in range(strategies) if needed[q] == state]
+            builder.add_row([term for term in terms if term[1]], 0.0, 0.0)
+    side, rows = builder.finish()
+    usages = tuple(Usage(i, i, i + 4, rng.integers(0, 40, strategies).astype(float)) for i in range(users + 1))
+    return Problem(tuple(rng.random(strategies) for _ in range(users + 1)), (), usages, side, rows, 8, budget=budget)
+
+
+@SETTINGS
+@given(st.integers(0, 10**6), st.sampled_from([None, 60.0, 90.0, 150.0]), st.sampled_from([1, 2, 3]))
+def test_highs_and_pulp_agree_with_brute_force_on_trees_of_two_layers(seed, budget, users):
+    assert_all_agree(layered_problem(seed, users=users, budget=budget))
+
+
+@SETTINGS
+@given(st.integers(0, 10**6), st.sampled_from([1, 2, 3]))
+def test_moves_of_a_late_layer_are_never_needed_while_memory_does_not_matter(seed, users):
+    problem = layered_problem(seed, users=users)
+    late = postponed(problem)
+    assert len(late)
+    upper = problem.side.upper.copy()
+    upper[late] = 0.0
+    closed = replace(problem, side=replace(problem.side, upper=upper))
+    assert brute_force(closed).objective == pytest.approx(brute_force(problem).objective)
+
+
+@SETTINGS
+@given(st.integers(0, 10**6), st.booleans())
+def test_a_tree_of_one_layer_has_nothing_to_postpone(seed, whole):
+    assert not len(postponed(flow_problem(seed, whole=whole)))
+
+
+def test_a_late_move_that_is_cheaper_than_its_early_twin_is_not_postponed():
+    problem = layered_problem(0)
+    moves = np.flatnonzero(problem.side.integer)[:-3]
+    cost = problem.side.cost.copy()
+    cost[moves[len(moves) // 2 :]] *= 0.5
+    assert not len(postponed(replace(problem, side=replace(problem.side, cost=cost))))
+
+
+def test_a_late_layer_that_a_strategy_feeds_is_not_postponed():
+    problem = layered_problem(0, users=1)
+    rows = problem.rows
+    fed = replace(
+        rows,
+        row=np.append(rows.row, [3, 4, 5]),
+        column=np.append(rows.column, [0, 0, 0]),
+        value=np.append(rows.value, [1.0, 1.0, 1.0]),
+    )
+    assert not len(postponed(replace(problem, rows=fed)))
+
+
+@SETTINGS
+@given(st.integers(0, 10**6), st.booleans())
+def test_lowering_the_openings_keeps_every_row_and_raises_neither_seconds_nor_bytes(seed, two_layers):
+    problem = layered_problem(seed) if two_layers else flow_problem(seed)
+    answer = brute_force(problem)
+    loose = np.where(problem.side.integer, 1.0, answer.side)
+    values = Openings(problem).lowered(column_values(problem, answer.choice, loose), whole=True)
+    lowered = evaluate(problem, answer.choice, values[problem.num_choices :])
+    assert lowered.consistent
+    assert lowered.objective <= answer.objective + 1e-9
+    assert lowered.peak_bytes <= evaluate(problem, answer.choice, loose).peak_bytes
+
+
+def test_an_opening_that_a_conservation_row_needs_is_not_lowered():
+    assert not len(Openings(layered_problem(0, users=1)).columns)
+
+
+def test_a_budget_that_only_counted_open_arcs_that_nothing_flows_through_needs_no_memory_row():
+    problem = layered_problem(3)
+    free = solvers.solve(problem)
+    lines = []
+    again = solvers.solve(replace(problem, budget=free.peak_bytes), log=lines.append)
+    assert again.objective == pytest.approx(free.objective) and again.status == "optimal"
+    assert not any("memory rows" in line for line in lines)
+
+
+@SETTINGS
+@given(st.integers(0, 10**6), st.sampled_from([60.0, 80.0, 110.0, 150.0]), st.sampled_from(["edges", "one layer", "two layers"]))
+def test_what_cannot_fit_is_excluded_and_nothing_else(seed, budget, kind):
+    make = {"edges": random_problem, "one layer": flow_problem, "two layers": layered_problem}[kind]
+    problem = make(seed, budget=budget)
+    truth = outcome(brute_force, problem)
+    try:
+        excluded = excluded_by_memory(problem)
+    except solvers.Infeasible:
+        assert "least peak" in truth
+        return
+    assert outcome(brute_force, excluded).get("objective") == pytest.approx(truth.get("objective"))
+
+
+def test_a_strategy_that_leaves_the_others_too_little_is_excluded_at_the_time_where_they_overlap():
+    usages = (Usage(0, 0, 4, np.array([10.0, 45.0])), Usage(1, 2, 6, np.array([50.0, 30.0])), Usage(1, 5, 9, np.array([0.0, 90.0])))
+    problem = Problem((np.zeros(2), np.zeros(2)), (), usages, horizon=9, budget=80.0)
+    excluded = excluded_by_memory(problem)
+    assert [np.isinf(c).tolist() for c in excluded.node_costs] == [[False, False], [False, True]]
+    assert [np.isinf(c).tolist() for c in excluded_by_memory(excluded).node_costs] == [[False, True], [False, True]]
+
+
+def test_a_budget_below_what_the_nodes_hold_at_least_is_refused_without_a_relaxation():
+    lines = []
+    problem = flow_problem(1)
+    least = max(u.nbytes.min() for u in problem.usages)
+    with pytest.raises(solvers.Infeasible):
+        excluded_by_memory(replace(problem, budget=0.5 * least))
+    with pytest.raises(solvers.Infeasible, match="the least peak is"):
+        solvers.solve(replace(problem, budget=0.5 * least), log=lines.append)
+
+
+@SETTINGS
+@given(st.integers(0, 10**6), st.sampled_from([None, 60.0, 90.0, 150.0]), st.sampled_from(["one layer", "two layers"]))
+def test_the_way_of_large_programmes_finds_the_optimum_of_small_ones(seed, budget, kind):
+    """Interior point, dives and fixing by its reduced costs."""
+    problem = layered_problem(seed, budget=budget) if kind == "two layers" else flow_problem(seed, budget=budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branch, "LARGE_COLUMNS", 0)
+        assert outcome(highs.solve, problem) == pytest.approx(outcome(brute_force, problem), rel=3e-6)
+
+
+def test_equal_rows_of_a_program_of_equal_layers_are_stated_once():
+    usages = [Usage(0, 10 * i, 10 * i + 5, np.array([100.0, 10.0])) for i in range(20)]
+    usages += [Usage(1, 0, 200, np.array([50.0, 40.0])), Usage(2, 33, 37, np.array([60.0, 0.0]))]
+    memory = memory_rows(Problem((np.zeros(2),) * 3, (), tuple(usages), horizon=200))
+    times = memory.worst_times(memory.usage(np.full(6, 0.5)), 0.0)
+    assert times == [33, 0]

@@ -11,14 +11,20 @@ import numpy as np
 
 from autopar.errors import CheckError, SolverError
 from autopar.intraop.evaluate import allowed_bytes, choice_of
+from autopar.intraop.solvers.layers import postponed
 from autopar.intraop.solvers.memory import MemoryRows
+from autopar.intraop.solvers.openings import Openings
 from autopar.intraop.solvers.programme import Programme
-from autopar.intraop.solvers.scaled import REPORT_TOLERANCE, SCALED_OPTIMUM, Scaled
+from autopar.intraop.solvers.scaled import LARGE_COLUMNS, REPORT_TOLERANCE, SCALED_OPTIMUM, Scaled
 from autopar.ir.problem import Floats, Problem
 
 INTEGRAL = 1e-6
 LONGEST_SETTLE_S = 3.0
 """Seconds that the side columns of fixed strategies may take, also past the deadline: there may be no other answer."""
+
+DIVES = ((0.99, 1e-4, 10.0), (0.9999, 1e-3, 30.0))
+"""Dives for an answer: a node with a strategy of at least this value keeps it; other columns of a reduced cost above this share of
+the relaxation are closed; seconds."""
 
 FAILURES = 3
 """After so many spreads within which nothing fits, all columns are opened."""
@@ -36,7 +42,10 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Point:
-    """A solution of one run: column values, its value in the objective's own unit, and (relaxation only) reduced costs."""
+    """A solution of one run: column values and its value in the objective's own unit.
+
+    A relaxation's `value` is a bound that its reduced costs prove: no column with one above zero is needed above its lower bound.
+    """
 
     values: Floats
     value: float
@@ -95,7 +104,7 @@ class Branch:
         self.best: Answer | None = None
         self.bound = least_sum(model)
         self.scaled = Scaled(model, memory, limit, peak, gap, self.bound)
-        self.starts = list[Floats]()
+        self.openings = Openings(problem)
 
     def minimise(self) -> None:
         """Runs until proven within the gap or out of time; `Unsatisfiable` where nothing fits."""
@@ -105,15 +114,35 @@ class Branch:
                 raise Unsatisfiable
             return
         try:
+            if self.unburdened():
+                return
             relaxed = self.relax()
         except OutOfTime:
             return
         self.bound = max(self.bound, relaxed.value)
         self.log(f"relaxation {relaxed.value:.9g} with {len(self.scaled.times)} memory rows")
-        self.starts.append(relaxed.values)
         self.offer(relaxed.values)
         if not self.closed:
+            self.dive(relaxed)
+        if not self.closed:
             self.close(relaxed)
+
+    def unburdened(self) -> bool:
+        """Whether the relaxation without memory, with all columns closed that only memory makes worthwhile, ends the solve.
+
+        Its first memory rows are where it is over the limit.
+        """
+        late = np.zeros(0, np.int64) if self.peak else postponed(self.problem) + self.model.num_choices
+        if not len(late):
+            return False
+        upper = self.model.upper.copy()
+        upper[late] = 0.0
+        point = self.relax_once(upper)[1]
+        self.bound = max(self.bound, point.value)
+        self.log(f"relaxation {point.value:.9g} without memory")
+        self.scaled.times = self.violated(point.values)
+        self.offer(point.values)
+        return self.closed
 
     @property
     def closed(self) -> bool:
@@ -126,27 +155,51 @@ class Branch:
         return time.monotonic() >= self.deadline
 
     def relax(self) -> Point:
-        """The relaxation with every memory row that it violates, re-scaled once if its value shows that the unit was a bad guess."""
-        solver, point = self.relax_once()
-        size = max(abs(point.value), abs(point.value - self.model.constant)) / self.scaled.unit
-        if size and not SCALED_OPTIMUM / 1e2 <= size <= SCALED_OPTIMUM * 1e2:
-            self.scaled.unit *= size / SCALED_OPTIMUM
-            solver, point = self.relax_once()
+        """The relaxation with every memory row that it violates."""
+        large = len(self.model.cost) > LARGE_COLUMNS
+        if large and self.scaled.times:
+            return self.relax_inside()
+        solver, point = self.relax_once(self.model.upper)
         while times := self.violated(point.values):
             self.scaled.times += times
-            for at in times:
-                self.scaled.add_rows(solver, [self.scaled.memory_row(at)])
-            point = self.run_relaxation(solver)
+            if large:
+                return self.relax_inside()
+            self.scaled.add_rows(solver, [self.scaled.memory_row(at) for at in times])
+            point = self.run_relaxation(solver, self.model.upper)
         return point
 
-    def relax_once(self) -> tuple[highspy.Highs, Point]:
-        solver = self.scaled.fresh(np.zeros_like(self.model.upper), self.model.upper, integers=False)
-        return solver, self.run_relaxation(solver)
+    def relax_once(self, upper: Floats) -> tuple[highspy.Highs, Point]:
+        """The relaxation with the memory rows known so far, re-scaled once if its value shows that the unit was a bad guess."""
+        solver = self.scaled.fresh(np.zeros_like(upper), upper, integers=False)
+        point = self.run_relaxation(solver, upper)
+        size = max(abs(point.value), abs(point.value - self.model.constant)) / self.scaled.unit
+        if not size or SCALED_OPTIMUM / 1e2 <= size <= SCALED_OPTIMUM * 1e2:
+            return solver, point
+        self.scaled.unit *= size / SCALED_OPTIMUM
+        solver = self.scaled.fresh(np.zeros_like(upper), upper, integers=False)
+        return solver, self.run_relaxation(solver, upper)
 
-    def run_relaxation(self, solver: highspy.Highs) -> Point:
+    def relax_inside(self) -> Point:
+        """The same by the interior point method: with memory rows dual simplex takes minutes. Without a vertex, which nothing here needs."""
+        while True:
+            solver = self.scaled.fresh(np.zeros_like(self.model.upper), self.model.upper, integers=False)
+            solver.setOptionValue("solver", "ipm")
+            solver.setOptionValue("run_crossover", "off")
+            point = self.run_relaxation(solver, self.model.upper)
+            self.bound = max(self.bound, point.value)
+            times = self.violated(point.values)
+            self.log(f"interior point: at least {point.value:.9g} with {len(self.scaled.times)} memory rows, {len(times)} more violated")
+            if not times:
+                return point
+            self.scaled.times += times
+
+    def run_relaxation(self, solver: highspy.Highs, upper: Floats) -> Point:
         self.limit_time(solver)
         solver.run()
         status = solver.getModelStatus()
+        if status == highspy.HighsModelStatus.kUnknown and solver.getOptionValue("solver")[1] == "ipm":
+            solver.setOptionValue("solver", "simplex")
+            return self.run_relaxation(solver, upper)
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             raise Unsatisfiable
         if status == highspy.HighsModelStatus.kTimeLimit:
@@ -154,7 +207,27 @@ class Branch:
         if status != highspy.HighsModelStatus.kOptimal:
             raise SolverError(f"HiGHS ended the relaxation with `{solver.modelStatusToString(status)}`. Try another solver.")
         solution = solver.getSolution()
-        return Point(*self.scaled.checked(solver, solution), np.array(solution.col_dual) * self.scaled.unit)
+        values, _ = self.scaled.checked(solver, solution)
+        return Point(values, *self.scaled.dual_bound(upper, np.array(solution.row_dual)))
+
+    def dive(self, relaxed: Point) -> None:
+        """Seeks an answer where the relaxation nearly is one: nodes that it decides stay so, columns that it does without are closed."""
+        offsets, values = self.problem.offsets, relaxed.values[: self.model.num_choices]
+        if len(self.model.cost) <= LARGE_COLUMNS:
+            return
+        largest = np.repeat(np.maximum.reduceat(values, offsets[:-1]), np.diff(offsets))
+        for decided, share, seconds in DIVES:
+            if self.closed or self.late:
+                return
+            lower, upper, _ = self.narrowed(relaxed, share * abs(relaxed.value))
+            closed = np.flatnonzero((largest >= decided) & (values < largest))
+            upper[closed] = 0.0
+            lower[closed] = 0.0
+            self.log(f"dive: {int(np.sum(upper > lower))} of {len(upper)} columns open")
+            try:
+                self.branch(lower, upper, seconds)
+            except Unsatisfiable:
+                continue
 
     def close(self, relaxed: Point) -> None:
         """Branch and bound on the columns whose reduced cost leaves them a chance, with a spread that grows until it is proven enough.
@@ -192,11 +265,10 @@ class Branch:
     def narrowed(self, relaxed: Point, spread: float) -> tuple[Floats, Floats, bool]:
         """Bounds that any answer within `spread` of the relaxation obeys, and whether they are the original ones."""
         lower, upper = np.zeros_like(self.model.upper), self.model.upper.copy()
-        reduced, values = relaxed.reduced, relaxed.values
+        reduced = relaxed.reduced
         priced = np.abs(reduced) > 1e-9 * self.scaled.unit
         reach = np.divide(spread, np.abs(reduced), out=np.full_like(reduced, np.inf), where=priced)
-        at_lower = (reduced > 0) & (values <= INTEGRAL)
-        at_upper = (reduced < 0) & (values >= upper - INTEGRAL) & np.isfinite(upper)
+        at_lower, at_upper = reduced > 0, (reduced < 0) & np.isfinite(upper)
         upper[at_lower] = np.minimum(upper, reach)[at_lower]
         lower[at_upper] = np.maximum(0.0, upper[at_upper] - reach[at_upper])
         sides = slice(self.model.num_choices, self.columns)
@@ -208,11 +280,12 @@ class Branch:
         lower[whole] = np.ceil(lower[whole] - INTEGRAL)
         return lower, upper, bool(np.all(lower == 0) and np.all(upper == self.model.upper))
 
-    def branch(self, lower: Floats, upper: Floats) -> Run:
-        """Branch and bound on fresh objects, once more with each memory row or cover that the answer violates."""
+    def branch(self, lower: Floats, upper: Floats, seconds: float = np.inf) -> Run:
+        """Branch and bound on fresh objects, once more with each memory row or cover that the answer violates, for some seconds."""
+        ends = time.monotonic() + seconds
         while True:
             solver = self.scaled.fresh(lower, upper, integers=True)
-            self.limit_time(solver)
+            self.limit_time(solver, ends)
             solver.run()
             status, info = solver.getModelStatus(), solver.getInfo()
             if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
@@ -225,8 +298,7 @@ class Branch:
                 return Run(None, bound, finished)
             values, value = self.scaled.checked(solver, solver.getSolution())
             self.offer(values)
-            self.starts.append(values)
-            if not self.tighten(values) or self.late:
+            if not self.tighten(values) or time.monotonic() >= min(ends, self.deadline):
                 return Run(Point(values, value), bound, finished)
             self.log(f"{len(self.scaled.times)} memory rows, {len(self.scaled.covers)} covers")
 
@@ -237,7 +309,7 @@ class Branch:
         self.scaled.times += times
         if times or self.peak:
             return bool(times)
-        usage = self.memory.usage(rounded[: self.columns])
+        usage = self.memory.usage(self.openings.lowered(rounded, whole=True)[: self.columns])
         worst = int(np.argmax(usage)) if usage.size else 0
         if not usage.size or usage[worst] <= allowed_bytes(self.problem):
             return False
@@ -273,12 +345,13 @@ class Branch:
         limit = float(values[-1]) * self.scaled.byte_unit if self.peak else self.limit
         if not np.isfinite(limit):
             return []
-        return self.memory.worst_times(self.memory.usage(values[: self.columns]), limit * (1 + 1e-9), set(self.scaled.times))
+        usage = self.memory.usage(self.openings.lowered(values)[: self.columns])
+        return self.memory.worst_times(usage, limit * (1 + 1e-9), set(self.scaled.times))
 
     def offer(self, values: Floats) -> None:
         """Makes an answer of a point, fractional or not, by rounding strategies and repairing what that breaks; the best is kept."""
         choice = tuple(int(p) for p in choice_of(self.problem, values))
-        side = self.snapped(values[self.model.num_choices : self.columns])
+        side = self.snapped(self.rounded(values))
         value = self.judge(choice, side)
         if value is None:
             repaired = self.repair(self, choice)
@@ -293,10 +366,13 @@ class Branch:
             self.best = Answer(choice, side, value)
             self.log(f"answer {value:.9g}")
 
-    def snapped(self, side: Floats) -> Floats:
-        """Side values that are whole up to tolerance are whole; none is outside its bounds."""
-        side = np.clip(side, 0.0, self.problem.side.upper)
-        return np.where(np.abs(side - np.round(side)) <= INTEGRAL, np.round(side), side)
+    def snapped(self, values: Floats) -> Floats:
+        """Side values of a point: whole where they are so up to tolerance, within bounds, and openings no higher than they must be."""
+        sides = slice(self.model.num_choices, self.columns)
+        side = np.clip(values[sides], 0.0, self.problem.side.upper)
+        point = values.copy()
+        point[sides] = np.where(np.abs(side - np.round(side)) <= INTEGRAL, np.round(side), side)
+        return self.openings.lowered(point, whole=True)[sides]
 
     def settle(self, choice: tuple[int, ...]) -> Floats | None:
         """The best side columns for fixed strategies, or None where none fit."""
@@ -304,23 +380,24 @@ class Branch:
         upper[: self.model.num_choices] = 0.0
         chosen = self.problem.offsets[:-1] + np.array(choice, np.int64)
         lower[chosen] = upper[chosen] = 1.0
-        times = list(self.scaled.times)
+        times, ends = list(self.scaled.times), time.monotonic() + LONGEST_SETTLE_S
         while True:
             solver = self.scaled.fresh(lower, upper, integers=True, times=times)
-            solver.setOptionValue("time_limit", LONGEST_SETTLE_S)
+            solver.setOptionValue("time_limit", max(0.01, ends - time.monotonic()))
             solver.run()
             if solver.getInfo().primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
                 return None
             values = np.array(solver.getSolution().col_value)
             new = [t for t in self.violated(values) if t not in times]
             if not new:
-                return self.snapped(values[self.model.num_choices : self.columns])
+                return self.snapped(values)
             times += new
 
-    def limit_time(self, solver: highspy.Highs) -> None:
-        """Lets a run last until the deadline (HiGHS counts the time of all runs of an object)."""
-        if np.isfinite(self.deadline):
-            solver.setOptionValue("time_limit", solver.getRunTime() + max(0.01, self.deadline - time.monotonic()))
+    def limit_time(self, solver: highspy.Highs, ends: float = np.inf) -> None:
+        """Lets a run last until the deadline, or until `ends` (HiGHS counts the time of all runs of an object)."""
+        ends = min(ends, self.deadline)
+        if np.isfinite(ends):
+            solver.setOptionValue("time_limit", solver.getRunTime() + max(0.01, ends - time.monotonic()))
 
 
 def least_sum(model: Programme) -> float:

@@ -11,11 +11,13 @@ from scipy import sparse
 
 from autopar.errors import CheckError, SolverError
 from autopar.intraop.evaluate import Infeasible, allowed_bytes, choice_of, evaluate
-from autopar.intraop.presolve import presolve
+from autopar.intraop.presolve import Lift, presolve
 from autopar.intraop.solvers.ascent import ascend
 from autopar.intraop.solvers.branch import Branch, Log, Unsatisfiable
 from autopar.intraop.solvers.memory import memory_rows
 from autopar.intraop.solvers.programme import Programme, programme
+from autopar.intraop.solvers.room import excluded_by_memory
+from autopar.intraop.solvers.scaled import SCALED_BUDGET
 from autopar.intraop.solvers.search import improve
 from autopar.ir.problem import Edge, Floats, Problem, Solution, Status
 
@@ -41,9 +43,9 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 1
     begin = time.monotonic()
     deadline = np.inf if time_limit_s is None else begin + time_limit_s
     log = log or _silent
-    smaller, lift = presolve(problem)
-    log(f"{len(problem.node_costs)} nodes, {len(smaller.node_costs)} of them decide; {len(smaller.edges)} edges")
     try:
+        smaller, lift = _fitting(problem)
+        log(f"{len(problem.node_costs)} nodes, {len(smaller.node_costs)} of them decide; {len(smaller.edges)} edges")
         solution = _solved(smaller, gap, deadline, log)
     except Unsatisfiable:
         raise _infeasible(problem, deadline, log) from None
@@ -51,6 +53,24 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 1
         raise SolverError(f"no answer within {time_limit_s} s. Give more time with `time_limit_s`, or a larger budget.")
     lifted = replace(lift(solution), seconds=time.monotonic() - begin)
     return checked(problem, lifted, solution.objective)
+
+
+def _fitting(problem: Problem) -> tuple[Problem, Lift]:
+    """The presolved problem without what cannot fit; `Unsatisfiable` where nothing is left, `Infeasible` where no budget would do.
+
+    Without side columns there is no form of a value that is too large by itself, and contraction has done the work.
+    """
+    smaller, lift = presolve(problem)
+    if not len(problem.side):
+        return smaller, lift
+    try:
+        fitting = excluded_by_memory(smaller)
+        if all(np.all(np.isfinite(cost)) for cost in fitting.node_costs):
+            return fitting, lift
+        fitting, lift_again = presolve(fitting)
+    except Infeasible:
+        raise Unsatisfiable from None
+    return fitting, lambda solution: lift(lift_again(solution))
 
 
 def _solved(problem: Problem, gap: float, deadline: float, log: Log) -> Solution | None:
@@ -228,20 +248,25 @@ def _least_bytes(problem: Problem, deadline: float, log: Log) -> Branch:
         value = evaluate(problem, choice, side)
         return value.peak_bytes / branch.scaled.byte_unit if value.consistent else None
 
-    model, even = with_peak(programme(problem)), np.concatenate([_uniform(problem), np.zeros(len(problem.side))])
+    even = np.concatenate([_uniform(problem), np.zeros(len(problem.side))])
     limit = max(float(memory.usage(even).max(initial=0.0)), 1.0)
+    most = np.inf
+    if np.all(np.isfinite(problem.side.upper)):
+        everything = memory.usage(np.concatenate([np.ones(problem.num_choices), problem.side.upper]))
+        most = max(limit, float(everything.max(initial=0.0))) / limit * SCALED_BUDGET
+    model = with_peak(programme(problem), most)
     branch = Branch(problem, model, memory, judge, _repaired, limit=limit, peak=True, gap=1e-9, deadline=deadline, log=log)
     branch.scaled.times = memory.worst_times(memory.usage(np.ones(problem.num_choices + len(problem.side))), -np.inf)
     return branch
 
 
-def with_peak(model: Programme) -> Programme:
-    """Adds a last column for the peak, the only one that is priced."""
+def with_peak(model: Programme, most: float) -> Programme:
+    """Adds a last column for the peak, the only one that is priced, and `most` at most."""
     columns = len(model.cost)
     return replace(
         model,
         cost=np.append(np.zeros(columns), 1.0),
-        upper=np.append(model.upper, np.inf),
+        upper=np.append(model.upper, most),
         integer=np.append(model.integer, False),
         matrix=sparse.hstack([model.matrix, sparse.csr_matrix((model.matrix.shape[0], 1))], format="csr"),
         constant=0.0,

@@ -195,7 +195,7 @@ def _run(statement: _Statement, solver: pulp.LpSolver, log: Log | None) -> tuple
     model.solve(solver)
     if log is not None:
         log(f"{solver.name}: {pulp.LpStatus[model.status]}")
-    if model.sol_status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
+    if model.status == pulp.LpStatusInfeasible or model.sol_status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
         return None, True
     if model.sol_status == pulp.LpSolutionNoSolutionFound:
         raise SolverError(f"{solver.name} found no answer: {pulp.LpStatus[model.status]}. Give more time with `time_limit_s`.")

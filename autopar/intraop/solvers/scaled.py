@@ -23,6 +23,9 @@ SCALED_OPTIMUM = 1e4
 SCALED_BUDGET = 1e3
 REPORT_TOLERANCE = 1e-6
 
+LARGE_COLUMNS = 10_000
+"""Above so many columns a relaxation may miss dual feasibility by 1e-5 of a scaled cost: its bound is computed from the duals anyway."""
+
 
 class Scaled:
     """Makes HiGHS objects of `model` under `limit` bytes; with `peak` a last column of the model stands for the limit.
@@ -41,6 +44,8 @@ class Scaled:
         solver = _Highs()
         for option, value in _OPTIONS.items():
             solver.setOptionValue(option, value)
+        if not integers and len(self.model.cost) > LARGE_COLUMNS:
+            solver.setOptionValue("dual_feasibility_tolerance", 1e-5)
         solver.setOptionValue("mip_rel_gap", self.gap / 2)
         solver.setOptionValue("mip_abs_gap", 1e-9)
         model, matrix = self.model, self.model.matrix
@@ -68,6 +73,26 @@ class Scaled:
             columns, nbytes = np.append(columns, len(self.model.cost) - 1), np.append(nbytes, -self.byte_unit)
         room = -self.memory.fixed[at] if self.peak else self.limit - self.memory.fixed[at]
         return columns, nbytes / self.byte_unit, float(room / self.byte_unit)
+
+    def dual_bound(self, upper: Floats, duals: Floats) -> tuple[float, Floats]:
+        """The bound that any row duals prove, and the reduced costs with which they do, both in the objective's unit.
+
+        Duals are those of `fresh` in scaled units; their signs are put right first. No column may fall below its bound for nothing.
+        """
+        model, base = self.model, self.model.matrix.shape[0]
+        rows = [self.memory_row(at) for at in self.times] + [(cover, np.ones(len(cover)), len(cover) - 1.0) for cover in self.covers]
+        lower = np.concatenate([model.row_lower, np.full(len(rows), -np.inf)])
+        highest = np.concatenate([model.row_upper, [limit for _, _, limit in rows]])
+        duals = np.where(np.isinf(lower), np.minimum(duals, 0.0), np.where(np.isinf(highest), np.maximum(duals, 0.0), duals))
+        reduced = model.cost / self.unit - model.matrix.T @ duals[:base]
+        for (columns, values, _), dual in zip(rows, duals[base:], strict=True):
+            reduced[columns] -= dual * values
+        side = np.where(duals > 0, lower, highest)
+        bound = float(duals[duals != 0] @ side[duals != 0])
+        below = (reduced < 0) & np.isfinite(upper)
+        if np.any(reduced[np.isinf(upper)] < -1e-7):
+            return -np.inf, reduced * self.unit
+        return (bound + float(reduced[below] @ upper[below])) * self.unit + model.constant, reduced * self.unit
 
     @staticmethod
     def add_rows(solver: highspy.Highs, rows: list[tuple[np.ndarray, Floats, float]]) -> None:

@@ -1,0 +1,250 @@
+"""Arguments that make no sense: each is an error of autopar's own that says what to do, and nothing is lost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec as P
+
+import autopar
+from autopar import ClusterError, InfeasibleError, Options, PlanError, TraceError, UsageError
+from autopar.api import cluster_of_devices
+from autopar.api.clusters import preset_of_devices
+from autopar.errors import AutoparError
+
+W, X = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((64, 16), jnp.float32)
+
+
+def step(w, x):
+    grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - 0.1 * grads, jnp.sum(grads)
+
+
+def plan(cluster="fast-link:8", function=step, args=(W, X), **options):
+    return autopar.plan(function, args, cluster, options=Options(**options))
+
+
+# --- functions and meshes -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_function():
+    with pytest.raises(UsageError, match="float is not callable: pass the training step itself, not its result"):
+        autopar.parallelize(3.0, "fast-link:8")
+    with pytest.raises(UsageError, match=r"str is not callable: write `parallelize\(mesh=...\)`"):
+        autopar.parallelize("fast-link:8")
+    with pytest.raises(UsageError, match="not callable"):
+        autopar.plan({}, (W, X), "fast-link:8")
+
+
+def test_a_misspelt_cluster_names_the_one_that_was_meant():
+    for run in (plan, lambda c: autopar.parallelize(step, c).plan(W, X)):
+        with pytest.raises(ClusterError, match="unknown cluster 'h100-sxn'. Did you mean h100-sxm"):
+            run("h100-sxn:8")
+
+
+@pytest.mark.parametrize("text", ["h100-sxm:0x8", "h100-sxm:eight", "h100-sxm:8x", "v5e:3x4x5x6", "h100-sxm:16", "absent.toml"])
+def test_shapes_that_do_not_fit(text):
+    with pytest.raises(ClusterError):
+        plan(text)
+
+
+@pytest.mark.parametrize("mesh", [8, ("data", 8), AbstractMesh((8,), ("x",))])
+def test_what_is_no_mesh(mesh):
+    with pytest.raises(UsageError, match="a mesh is a jax.sharding.Mesh, an autopar.Cluster, a string such as 'h100-sxm:8x8' or None"):
+        plan(mesh)
+
+
+def test_more_devices_than_there_are():
+    parallel = autopar.parallelize(step, "fast-link:16")
+    w, x = jnp.ones(W.shape), jnp.ones(X.shape)
+    with pytest.raises(autopar.MeshError, match="needs 16 devices"):
+        parallel(w, x)
+    assert parallel.plan(w, x).mesh.num_devices == 16 and not w.is_deleted()
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_users_error_is_chained_and_the_step_stays_usable():
+    parallel = autopar.parallelize(step, "fast-link:8")
+    with pytest.raises(TraceError, match="(?s)`step` raised TypeError.*try `jax.make_jaxpr`") as error:
+        parallel(jnp.ones((5, 5)), jnp.ones(X.shape))
+    assert isinstance(error.value.__cause__, TypeError)
+    assert parallel.plan(W, X).collectives is not None
+
+
+def test_unhashable_leaves():
+    class Table:
+        __hash__ = None
+
+    with pytest.raises(UsageError, match=r"\['table'\] is a Table: neither an array nor hashable"):
+        plan(args=({"table": Table()}, X))
+
+
+def test_shapes_where_arrays_are_needed():
+    with pytest.raises(UsageError, match="`w` is a shape, and running a step takes arrays"):
+        autopar.parallelize(step, "fast-link:8")(W, jnp.ones(X.shape))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.eval_shape, jax.vmap])
+def test_a_parallel_step_inside_a_transformation(transform):
+    parallel, args = autopar.parallelize(step, "fast-link:8"), (jnp.ones((1, *W.shape)), jnp.ones((1, *X.shape)))
+    with pytest.raises(UsageError, match="cannot be called inside jit, grad or vmap"):
+        transform(parallel, *args) if transform is jax.eval_shape else transform(parallel)(*args)
+
+
+def test_outputs_that_do_not_match_the_state_are_legal_and_noted():
+    found = plan(function=lambda s, x: ({"w": s["w"].astype("bfloat16"), "b": s["b"]}, x.sum()), args=({"w": W, "b": X}, X))
+    assert [leaf.role for leaf in found.inputs] == ["state", "batch", "batch"]
+    assert any("1 of the 2 leaves of argument 0 come back" in note for note in found.notes)
+
+
+def test_init_with_a_batch_that_does_not_fit():
+    with pytest.raises(UsageError, match="can be called neither with the state and the batch as they are nor spread"):
+        autopar.parallelize(lambda w, x, y, z: w, "fast-link:8").init(lambda: jnp.ones(W.shape), batch=(1.0, 2.0))
+
+
+# --- options --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_option_names_the_one_that_was_meant():
+    with pytest.raises(UsageError, match="unknown option memory_byte. Did you mean memory_bytes"):
+        autopar.parallelize(step, "fast-link:8", memory_byte=3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"memory_bytes": 0}, {"memory_fraction": 1.5}, {"solver": "cplex"}, {"emitter": "pmap"}),
+        *({"reduce_dtype": "bfloat16"}, {"stages": 4}, {"microbatches": 7}, {"remat": "sometimes"}),
+    ],
+)
+def test_options_that_make_no_sense_or_are_not_there_yet(options):
+    with pytest.raises(UsageError, match=next(iter(options))):
+        autopar.parallelize(step, "fast-link:8", **options)
+
+
+@pytest.mark.parametrize(
+    "pins, message",
+    [
+        ({"weights": P("x")}, "no parameter path matches the pins weights. Paths look like: w, x"),
+        ({"w": P("model")}, "Set `axis_names` or pass a Mesh"),
+        ({"w": P("x", None, None)}, "more entries than the 2 dimensions"),
+    ],
+)
+def test_pins_that_cannot_hold(pins, message):
+    with pytest.raises(UsageError, match=message):
+        plan(pins=pins)
+
+
+def test_a_pin_that_does_not_divide():
+    odd = jax.ShapeDtypeStruct((6, 32), jnp.float32)
+    with pytest.raises(UsageError, match="does not fit w .* a dimension does not divide"):
+        plan(args=(odd, jax.ShapeDtypeStruct((64, 6), jnp.float32)), pins={"w": P("x")})
+
+
+def test_an_impossible_budget_says_what_would_do():
+    args = (jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((64, 512), jnp.float32))
+    with pytest.raises(InfeasibleError) as raised:
+        plan(args=args, memory_bytes=10_000)
+    error = raised.value
+    assert error.budget_bytes == 10_000 < error.peak_bytes
+    assert error.live and all(isinstance(what, str) and size > 0 for what, size in error.live)
+    assert sorted((size for _, size in error.live), reverse=True) == [size for _, size in error.live]
+    assert error.suggestions and str(error)
+    assert plan(args=args, memory_bytes=error.peak_bytes).predicted.peak_bytes <= error.peak_bytes
+    with pytest.raises(InfeasibleError):
+        plan(args=args, memory_bytes=int(error.peak_bytes * 0.8))
+
+
+# --- plan files -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_files_that_are_none(tmp_path):
+    whole = tmp_path / "plan.json"
+    plan().save(whole)
+    for name, text, message in (
+        ("cut.json", whole.read_text()[:-200], "not JSON, or was cut off"),
+        ("future.json", whole.read_text().replace('"schema": 1', '"schema": 99', 1), "schema 99; this version of autopar reads schema 1"),
+        ("other.json", "[]", "a plan is a JSON object"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(PlanError, match=message):
+            autopar.parallelize(step, plan=tmp_path / name)
+    with pytest.raises(PlanError, match="absent.json cannot be read"):
+        autopar.parallelize(step, plan="absent.json")
+    with pytest.raises(UsageError, match="`plan` is an autopar.Plan or the path of one, not int"):
+        autopar.parallelize(step, plan=3)
+
+
+def test_a_plan_is_verified_for_its_own_program_alone():
+    with pytest.raises(PlanError, match="belongs to another program"):
+        plan().verify(lambda w, x: step(w * 2, x), (jnp.ones(W.shape), jnp.ones(X.shape)))
+    with pytest.raises(UsageError, match="is a shape"):
+        plan().verify(step, (W, X))
+
+
+def test_every_error_is_one_of_ours():
+    for name in autopar.__all__:
+        if name.endswith("Error"):
+            assert issubclass(getattr(autopar, name), AutoparError)
+
+
+# --- the devices at hand --------------------------------------------------------------------------------------------------------------
+
+
+def gpus(kind, nodes=1, each=8):
+    return [SimpleNamespace(platform="gpu", device_kind=kind, process_index=n) for n in range(nodes) for _ in range(each)]
+
+
+def tpus(kind, *box, slices=1, cores=1):
+    """Chips as JAX lists them: the first coordinate runs fastest, 2-D toruses have a third one of 0."""
+    x, y, z = (*box, 1)[:3]
+    chips = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
+    return [
+        SimpleNamespace(platform="tpu", device_kind=kind, process_index=0, slice_index=s, coords=c, core_on_chip=core)
+        for s in range(slices)
+        for c in chips
+        for core in range(cores)
+    ]
+
+
+@pytest.mark.parametrize(
+    "devices, preset, count",
+    [
+        (gpus("NVIDIA H100 80GB HBM3"), "h100-sxm:8", 8),
+        (gpus("NVIDIA H100 80GB HBM3", nodes=2), "h100-sxm:2x8", 16),
+        (gpus("NVIDIA H100 80GB HBM3", nodes=2, each=4), "h100-sxm:2x4", 8),
+        (gpus("NVIDIA H100 80GB HBM3", nodes=16, each=1), "h100-sxm:2x8", 16),
+        (gpus("NVIDIA H200", each=1), "h200-sxm:1", 1),
+        (gpus("NVIDIA B200"), "b200-sxm:8", 8),
+        (gpus("NVIDIA A100-SXM4-40GB"), "a100-40:8", 8),
+        (gpus("NVIDIA A100-SXM4-80GB", each=4), "a100-80:4", 4),
+        (gpus("Tesla V100-SXM2-16GB"), "v100-p3:8", 8),
+        (tpus("TPU v5 lite", 2, 4), "v5e:1x4x2", 8),
+        (tpus("TPU v5", 2, 2, 4), "v5p:1x4x2x2", 16),
+        (tpus("TPU v4", 2, 2, 1, slices=2), "v4:2x1x2x2", 8),
+        (tpus("TPU v6 lite", 4, 4), "v6e:1x4x4", 16),
+        (tpus("TPU v3", 2, 2, cores=2), "v3:1x2x2", 8),
+        (tpus("TPU7x", 2, 2, 1, cores=2), "v7x:1x1x2x2", 8),
+    ],
+)
+def test_devices_at_hand_are_known_by_kind_and_shape(devices, preset, count):
+    assert preset_of_devices(devices) == preset
+    assert cluster_of_devices(devices).num_devices == len(devices) == count
+
+
+def test_simulated_devices_are_the_host():
+    assert preset_of_devices(jax.devices()) == "host:8"
+
+
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "TPU v2"]
+)
+def test_devices_that_no_preset_describes(kind):
+    devices = tpus(kind, 2, 2) if kind.startswith("TPU") else gpus(kind)
+    with pytest.raises(ClusterError, match="no preset describes devices of kind .*closest"):
+        cluster_of_devices(devices)

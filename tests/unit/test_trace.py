@@ -1,0 +1,156 @@
+"""From functions to graphs: names, literals, dead code, opened calls, constraints, errors of the user's own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from autopar.compiler import fingerprint_of
+from autopar.errors import TraceError
+from autopar.trace.trace import trace
+
+X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+
+
+def primitives(traced):
+    return [op.primitive for op in traced.graph.walk()]
+
+
+def test_inputs_and_outputs_are_named_by_path():
+    graph = trace(lambda state, x: ({"w": state["w"] + 1}, [x.sum(), None]), ({"w": X}, X)).graph
+    assert graph.input_names == ("state['w']", "x")
+    assert graph.output_names == ("out[0]['w']", "out[1][0]")
+
+
+def test_nothing_is_run():
+    calls = []
+
+    def function(x):
+        jax.debug.callback(lambda: calls.append(1))
+        return x
+
+    trace(function, (X,))
+    assert not calls
+
+
+def test_calls_are_opened_and_dead_code_is_dropped():
+    @jax.jit
+    def inner(x):
+        jnp.cos(x)
+        return jnp.sin(x)
+
+    assert primitives(trace(lambda x: jax.checkpoint(inner)(x) * 2, (X,))) == ["sin", "mul"]
+
+
+def test_phases():
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+
+    graph = trace(step, (jax.ShapeDtypeStruct((4, 4), jnp.float32), X)).graph
+    assert {op.phase for op in graph.ops} == {"forward", "backward", "update"}
+    assert graph.ops[-1].phase == "update"
+
+
+def test_ops_know_the_users_line():
+    graph = trace(lambda x: jnp.tanh(x), (X,)).graph
+    assert "test_trace.py:" in graph.ops[0].source
+
+
+def test_closed_over_arrays_become_trailing_inputs():
+    table = jnp.arange(4.0)
+    traced = trace(lambda x: x * table, (X,))
+    assert traced.graph.num_constants == 1 and traced.graph.input_names == ("x", "constant[0]")
+    assert traced.program.constants[0] is table
+
+
+def test_literal_outputs_and_passed_through_inputs():
+    traced = trace(lambda x: (x, 3, x), (X,))
+    assert not traced.graph.ops and traced.rebuild_output(["a", "b", "c"]) == ("a", "b", "c")
+
+
+def test_the_users_error_is_the_cause():
+    def broken(x):
+        return x @ x
+
+    with pytest.raises(TraceError, match=r"`broken` raised TypeError while it was traced with float32\[8,4\]") as error:
+        trace(broken, (X,))
+    assert isinstance(error.value.__cause__, TypeError)
+
+
+def test_errors_of_autopars_own_pass_unchanged():
+    def refused(x):
+        raise TraceError("mine")
+
+    with pytest.raises(TraceError, match="^mine"):
+        trace(refused, (X,))
+
+
+# --- meshes and constraints -----------------------------------------------------------------------------------------------------------
+
+AXES = {"data": 2, "model": 4}
+
+
+def constrained(x, axis="data"):
+    def body(carry, _):
+        return jax.lax.with_sharding_constraint(jnp.sin(carry), P(axis)), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(body), x, None, length=3)
+    return jax.lax.cond(x.sum() > 0, lambda x: jax.lax.with_sharding_constraint(x, P(axis)) * 2, lambda x: x, x)
+
+
+def plain(x):
+    def body(carry, _):
+        return jnp.sin(carry), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(body), x, None, length=3)
+    return jax.lax.cond(x.sum() > 0, lambda x: x * 2, lambda x: x, x)
+
+
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "model"))
+
+
+def test_constraints_are_dropped_wherever_they_stand_and_reported():
+    traced = trace(constrained, (X,), axes=AXES)
+    assert "sharding_constraint" not in primitives(traced)
+    assert primitives(traced) == primitives(trace(plain, (X,)))
+    assert len(traced.roles.notes) == 2 and all("test_trace.py" in note and "`pins`" in note for note in traced.roles.notes)
+
+
+def test_a_program_is_the_same_under_any_mesh_of_the_callers():
+    expected = fingerprint_of(trace(constrained, (X,), axes=AXES))
+    for around in (mesh(), jax.make_mesh((8,), ("other",)), Mesh(jax.devices(), ("data",))):
+        with jax.set_mesh(around):
+            assert fingerprint_of(trace(constrained, (X,), axes=AXES)) == expected
+            assert fingerprint_of(trace(jnp.tanh, (X,))) == fingerprint_of(trace(jnp.tanh, (X,), axes=AXES))
+
+
+def test_the_gradient_of_a_constraint_is_dropped_too():
+    traced = trace(jax.grad(lambda x: constrained(x).sum()), (X,), axes=AXES)
+    assert "sharding_constraint" not in primitives(traced)
+
+
+def test_constraints_that_name_a_mesh_need_no_axes():
+    sharding = NamedSharding(Mesh([jax.devices()[:4]], ("a", "b")), P("b"))
+    traced = trace(lambda x: jax.lax.with_sharding_constraint(x, sharding) + 1, (X,))
+    assert primitives(traced) == ["add"]
+
+
+def test_an_unknown_axis_is_an_error_that_names_the_known_ones():
+    with pytest.raises(TraceError, match="(?s)modle.*Mesh axes are data, model"):
+        trace(lambda x: constrained(x, "modle"), (X,), axes=AXES)
+
+
+def test_a_bare_constraint_without_any_mesh_fails_as_in_jax():
+    with pytest.raises(TraceError, match="mesh"):
+        trace(constrained, (X,))
+
+
+def test_a_shard_map_of_the_users_own_is_refused_with_its_line():
+    def function(x):
+        return jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=Mesh(jax.devices(), ("data",)), in_specs=P("data"), out_specs=P())(x)
+
+    with pytest.raises(TraceError, match=r"`shard_map` at .*test_trace.py:\d+ is written for one mesh by hand"):
+        trace(function, (X,))
