@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import re
-import selectors
+import select
 import subprocess
 import sys
 import tempfile
@@ -131,48 +131,42 @@ def run_jobs(jobs: Sequence[Job], meta: dict[str, Any], limit_s: float) -> Itera
 def _child(jobs: Sequence[Job], log: IO[bytes], limit_s: float) -> Iterator[Row]:
     """Rows as one child process reports them; at its end, one for the job that ended it."""
     command = [sys.executable, "-m", "benchmarks.case", "run"]
-    child = subprocess.Popen(
-        command, env=environment(max(j.devices for j in jobs)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0
-    )
-    assert child.stdin is not None
-    child.stdin.write(json.dumps([asdict(j) for j in jobs]).encode())
-    child.stdin.close()
-    lines, done = _Lines(child), 0
-    begin = time.monotonic()
-    try:
-        while done < len(jobs):
-            line = lines.next(begin + limit_s - time.monotonic())
-            if line is None:
-                child.kill()
-                seconds = time.monotonic() - begin
-                yield row_of(jobs[done], "error", _ending(child, seconds, limit_s), seconds)
-                return
-            yield Row(**json.loads(line))
-            begin, done = time.monotonic(), done + 1
-    finally:
-        child.kill()
-        child.wait()
+    env, pipe = environment(max(j.devices for j in jobs)), subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=log, bufsize=0) as child:
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            child.stdin.write(json.dumps([asdict(j) for j in jobs]).encode())
+            child.stdin.close()
+            lines, begin = _Lines(child.stdout), time.monotonic()
+            for job in jobs:
+                line = lines.next(begin + limit_s - time.monotonic())
+                if line is None:
+                    yield _ended(job, child, time.monotonic() - begin, limit_s)
+                    return
+                yield Row(**json.loads(line))
+                begin = time.monotonic()
+        finally:
+            child.kill()
 
 
-def _ending(child: subprocess.Popen, seconds: float, limit_s: float) -> str:
-    status = child.wait()
-    return f"no answer within {limit_s:.0f} s" if seconds >= limit_s else f"the process ended with status {status}"
+def _ended(job: Job, child: subprocess.Popen, seconds: float, limit_s: float) -> Row:
+    """The row of the job during which the child ended, or ran out of time."""
+    if seconds >= limit_s:
+        return row_of(job, "error", f"no answer within {limit_s:.0f} s", seconds)
+    return row_of(job, "error", f"the process ended with status {child.wait()}", seconds)
 
 
 class _Lines:
-    """A child's output line by line, with a time limit for each."""
+    """A stream line by line, with a time limit for each."""
 
-    def __init__(self, child: subprocess.Popen):
-        assert child.stdout is not None
-        self.stream, self.buffer = child.stdout, b""
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.stream, selectors.EVENT_READ)
+    def __init__(self, stream: IO[bytes]):
+        self.stream, self.buffer = stream, b""
 
     def next(self, seconds: float) -> bytes | None:
         """The next line; None when the output ends or the time is up."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self.buffer:
-            if not self.selector.select(max(0.0, deadline - time.monotonic())):
+            if not select.select([self.stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return None
             part = self.stream.read(65536)
             if not part:
@@ -196,22 +190,23 @@ def _judge(row: Row, meta: dict[str, Any], log: IO[str]) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, those that fail marked, and a summary."""
-    lines = [f"  {'case':32}{'mesh':7}{'stages':>6}{'micro':>6}  {'plan':10}{'status':9}{'worst':>9}{'seconds':>9}  reason"]
-    for row in rows:
-        worst = "-" if row.worst is None else f"{row.worst:.2g}"
-        mark = " " if row.passed else "!"
-        where = f"{row.worst_leaf}: " if row.status == "differ" and row.worst_leaf else ""
-        lines.append(
-            f"{mark} {row.case:32}{row.mesh:7}{row.stages:>6}{row.microbatches:>6}  {row.plan:10}{row.status:9}{worst:>9}{row.seconds:>9.1f}  "
-            f"{where}{row.reason.splitlines()[0][:160] if row.reason else ''}"
-        )
-    counts = {s: sum(r.status == s for r in rows) for s in ("agree", "differ", "refused", "error")}
+    lines = [f"  {'case':32}{'mesh':7}{'stages':>6}{'micro':>6}  {'plan':10}{'status':9}{'worst':>9}{'seconds':>9}  reason", *map(_line, rows)]
+    counts = ", ".join(f"{sum(r.status == s for r in rows)} {s}" for s in ("agree", "differ", "refused", "error"))
+    lines.append(f"{len(rows)} rows: {counts}; {sum(not r.passed for r in rows)} do not pass.")
     allowed = sum(r.passed and r.status == "refused" for r in rows)
-    lines.append(f"{len(rows)} rows: " + ", ".join(f"{n} {s}" for s, n in counts.items()) + f"; {sum(not r.passed for r in rows)} do not pass.")
     if allowed:
-        lines.append(f"{allowed} refusals pass: the case allows it, or the row asks for stages or microbatches, which may be refused for now.")
+        why = "the case allows it, or the row asks for stages or microbatches, which may be refused for now"
+        lines.append(f"{allowed} refusals pass: {why}.")
     lines.append("worst: distance from one device in units of the case's tolerance.")
     return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    mark, worst = " " if row.passed else "!", "-" if row.worst is None else f"{row.worst:.2g}"
+    reason = row.reason.splitlines()[0][:160] if row.reason else ""
+    where = f"{row.worst_leaf}: " if row.status == "differ" and row.worst_leaf else ""
+    left = f"{mark} {row.case:32}{row.mesh:7}{row.stages:>6}{row.microbatches:>6}  {row.plan:10}{row.status:9}"
+    return f"{left}{worst:>9}{row.seconds:>9.1f}  {where}{reason}".rstrip()
 
 
 def run_cases(
@@ -227,10 +222,7 @@ def run_cases(
     paths = sorted(p for p in directory.glob("*.py") if re.match(r"\d", p.name) and (not only or p.name.startswith(tuple(only))))
     rows = []
     for path, meta in sorted(describe(paths).items()):
-        jobs = [Job(path, m or (1,), plan=p) for m in (meshes or [()]) for p in plans]
-        if "unusable" not in meta:
-            jobs = jobs_of(path, meta, meshes, plans, seed)
-        for row in run_jobs(jobs, meta, limit_s):
+        for row in run_jobs(jobs_of(path, {"meshes": [[1]], **meta}, meshes, plans, seed), meta, limit_s):
             tell(row)
             rows.append(row)
     return rows
@@ -247,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cases", description="Whole training steps, beside one device.")
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--mesh", action="append", type=_mesh, default=[], metavar="SHAPE", help="such as 8 or 2x4; may be repeated")
-    parser.add_argument("--plan", action="append", choices=PLANS, help="default: optimum and fast-link, whose links make cutting attractive")
+    parser.add_argument("--plan", action="append", choices=PLANS, help="default: optimum and fast-link, where cutting pays")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="cases whose file name begins so; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="of random plans")
     parser.add_argument("--time-limit", type=float, default=300.0, metavar="S", help="seconds per row")

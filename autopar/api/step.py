@@ -19,7 +19,7 @@ from autopar.api.clusters import ClusterLike, logical_mesh, resolve_cluster
 from autopar.api.plans import Plan, axes_of, check_callable, check_program, static_options, timed_trace
 from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
 from autopar.emit.manual import partition_spec
-from autopar.errors import PlanError, UsageError
+from autopar.errors import InfeasibleError, PlanError, UsageError
 from autopar.ir.graph import Aval, Constant, Graph, Op, Operand
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.sharding import TensorSharding
@@ -95,7 +95,9 @@ class ParallelStep:
         return flat.rebuild(self._on_users_mesh(made, [leaf.sharding for leaf in planned], mesh))
 
     def replan(self) -> None:
-        """Forget every plan, a given one too: the next call plans afresh and moves the state where that says."""
+        """Forget every plan, a given one too: the next call plans afresh, for the same cluster, and moves the state where that says."""
+        if self._given is not None:
+            self._where()
         self._programs.clear()
         self._given = None
 
@@ -141,7 +143,12 @@ class ParallelStep:
         progress = _report if sys.stderr.isatty() else _quiet
         placement = self._placement(traced)
         compilation = Compilation(traced, cluster, meshes, self.options, fixed=placement, progress=progress, trace_s=seconds)
-        done = compile_plan(compilation)
+        try:
+            done = compile_plan(compilation)
+        except InfeasibleError as error:
+            if not placement:
+                raise
+            raise _unpinned(error) from error
         assert done.plan is not None
         return _Program(Plan(done.plan, traced, self.options), traced)
 
@@ -155,10 +162,10 @@ class ParallelStep:
         """What to plan for: once there is a program, the mesh stays what it is, since the state lies on it."""
         if self._resolved is None:
             if self._given is not None and self.mesh is None:
-                self._resolved = Cluster.from_dict(dict(self._given.data.cluster)), (self._given.data.mesh,)
+                cluster, meshes = Cluster.from_dict(dict(self._given.data.cluster)), None
             else:
                 cluster, meshes, _ = resolve_cluster(self.mesh)
-                self._resolved = cluster, meshes or logical_meshes(cluster, self.options.axis_names)
+            self._resolved = cluster, meshes or logical_meshes(cluster, self.options.axis_names)
         cluster, meshes = self._resolved
         return cluster, tuple(p.plan.data.mesh for p in self._programs.values())[:1] or meshes
 
@@ -235,6 +242,18 @@ class Compiled:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._compiled, name)
+
+
+def _unpinned(error: InfeasibleError) -> InfeasibleError:
+    """The error with one more way out: the state need not stay where the first shapes put it."""
+    way_out = "Let the state move with `step.replan()`, which plans for these shapes alone."
+    return InfeasibleError(
+        f"{error} The state lies where an earlier plan put it. {way_out}",
+        peak_bytes=error.peak_bytes,
+        budget_bytes=error.budget_bytes,
+        live=error.live,
+        suggestions=(*error.suggestions, way_out),
+    )
 
 
 def _strong(graph: Graph) -> Graph:

@@ -117,7 +117,8 @@ class _Enumerator:
         self.graph, self.mesh = shape.graph, pricer.mesh
         self.end = len(self.graph.ops)
         # Values below this many bytes are left out of the memory rows: together they are below one part in a thousand.
-        self.small = (budget or 0.0) / 1e3 / max(1, len(self.graph.avals)) if budget else np.inf
+        every = sum(a.nbytes for a in self.graph.avals) / self.mesh.num_devices
+        self.small = min(budget, every) / 1e3 / max(1, len(self.graph.avals)) if budget else np.inf
         self.tied = {o: self.graph.inputs[i] for i, o in shape.carried}
         self.vectors: dict[Any, Vector] = {}
         self.interned: dict[Vector, Vector] = {}

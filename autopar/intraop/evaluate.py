@@ -19,7 +19,8 @@ WHOLE_TOLERANCE = 1e-6
 
 
 class Infeasible(AutoparError):
-    """No choice keeps within the budget; with `solution` None, no choice satisfies the edges and side rows at any budget.
+    """No choice keeps within the budget; with `solution` None, no choice satisfies the edges and side rows at any budget (with `proven`
+    False none was found in the time given).
 
     `solution` has the least peak that is possible, `peak_bytes` (with `proven` False the least that was found in the time given).
     The budget is enough from there on.

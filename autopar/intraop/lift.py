@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from autopar.intraop.connect import number
@@ -29,11 +29,12 @@ def lift(layout: Layout, solution: Solution) -> ShardingPlan:
     outputs = [_output(layout, solution, k, o, inputs) for k, o in enumerate(graph.outputs)]
     moves: list[PlannedMove] = []
     made: dict[int, set[tuple[TensorSharding, int]]] = {}
+    state_fed = _fed_by_state(layout)
     again: set[tuple[int, int, int]] = set()
     for network, openings in zip(layout.networks, layout.openings, strict=True):
-        found, late = _trees(network, openings, solution)
+        found, late, kept = _trees(network, openings, solution)
         for member in network.members:
-            planned = _planned(graph, network, member, found)
+            planned = _planned(graph, network, member, found, kept, member.value in state_fed)
             shift = _shift(planned, made.setdefault(member.value, set()))
             base = network.vector[solution.choice[network.producer]]
             moves.extend(_shifted(graph, m, shift, member, base) for m in planned)
@@ -64,8 +65,9 @@ def _output(layout: Layout, solution: Solution, k: int, o: int | Constant, input
     return TensorSharding.replicated(layout.shape.graph.aval(o).ndim)
 
 
-def _trees(network: Network, openings: Sequence[Opening], solution: Solution) -> tuple[list[tuple[Opening, _Form, _Form]], list[int]]:
-    """The moves taken, as (opening, from form, to form) with forms (generation, state), and the users that read generation 1.
+def _trees(network: Network, openings: Sequence[Opening], solution: Solution) -> tuple[list[tuple[Opening, _Form, _Form]], list[int], set[int]]:
+    """The moves taken, as (opening, from form, to form) with forms (generation, state), the users that read generation 1,
+    and the states kept from early to late.
 
     A form made late although the same form was made early is of generation 1; all others are of generation 0.
     """
@@ -80,7 +82,8 @@ def _trees(network: Network, openings: Sequence[Opening], solution: Solution) ->
             taken[here] = back[here]
             here = _tail(back[here])
     made_early = {s for (layer, s) in taken if layer == EARLY} | {start}
-    return _generations(taken, goals, made_early)
+    kept = {node[1] for node, o in taken.items() if o.arc is None}
+    return (*_generations(taken, goals, made_early), kept)
 
 
 def _tail(opening: Opening) -> _Form:
@@ -121,12 +124,20 @@ def _generations(
     return steps, [n for n, goal in goals.items() if form(goal)[0] == 1]
 
 
-def _planned(graph: Graph, network: Network, member: Member, steps: Sequence[tuple[Opening, _Form, _Form]]) -> list[PlannedMove]:
+def _planned(
+    graph: Graph, network: Network, member: Member, steps: Sequence[tuple[Opening, _Form, _Form]], kept: Set[int], early: bool
+) -> list[PlannedMove]:
+    """The moves of one value. Those that start from the value as it was made wait at a gate where a compiler would do them too soon:
+    what is made again, and, for a value that nothing but state feeds (`early`), what is not kept from forward to backward.
+    """
     states = network.graph.states
     found = []
     for opening, (source_generation, tail), (generation, head) in steps:
         assert opening.arc is not None
-        gate = _gate(graph, member) if generation == 1 and source_generation == 0 else -1
+        again = generation == 1 and source_generation == 0
+        late = opening.layer == LATE and network.layers == 2
+        hasty = early and opening.arc.move.communicates and generation == 0 and (late or head not in kept)
+        gate = _gate(graph, member, late) if again or hasty else -1
         found.append(PlannedMove(member.value, opening.arc.move, states[tail], states[head], "", generation, source_generation, gate))
     return found
 
@@ -155,13 +166,24 @@ def _converted(network: Network, solution: Solution) -> list[int]:
     return [n for n, u in enumerate(network.users) if u.vector[solution.choice[u.node]] != start]
 
 
-def _gate(graph: Graph, member: Member) -> int:
-    """The first late op that reads the value beside another one: what is repeated waits for that other operand."""
-    late = sorted(i for uses in member.uses for i, _ in uses if i < len(graph.ops) and graph.ops[i].phase != "forward")
-    for i in late:
+def _gate(graph: Graph, member: Member, late: bool = True) -> int:
+    """The first forward or the first later op that reads the value beside another one: what must not be early waits for that operand."""
+    readers = sorted(i for uses in member.uses for i, _ in uses if i < len(graph.ops) and (graph.ops[i].phase != "forward") == late)
+    for i in readers:
         if any(isinstance(o, int) and o != member.value and o not in graph.free for o in graph.ops[i].operands):
             return i
     return -1
+
+
+def _fed_by_state(layout: Layout) -> frozenset[int]:
+    """Values that depend on state and constants only: compilers gather them at the start of the program unless held back."""
+    graph = layout.shape.graph
+    state = {graph.inputs[i] for i, _ in layout.shape.carried} | set(graph.inputs[len(graph.inputs) - graph.num_constants :])
+    known = set(state)
+    for op in graph.ops:
+        if op.inputs and all(o in known or o in graph.free for o in op.inputs):
+            known.update(op.results)
+    return frozenset(known)
 
 
 def _free_moves(layout: Layout, strategies: Sequence[Strategy], outputs: Sequence[TensorSharding]) -> list[PlannedMove]:

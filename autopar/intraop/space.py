@@ -193,7 +193,7 @@ class _Builder:
         options: list[list[int | None]] = []
         for n in self.mesh.sizes:
             cuts: list[int | None] = [c for c, d in enumerate(divisor) if d % n == 0]
-            options.append([None, *cuts, *([-1] if partial else [])])
+            options.append([None, *cuts, *([-1] if partial else [])] if n > 1 else [None])
         found: dict[tuple[tuple[Axes, ...], Axes], None] = {}
         for combination in product(*options):
             chosen = dict(zip(self.mesh.names, combination, strict=True))

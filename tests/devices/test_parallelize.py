@@ -16,7 +16,7 @@ import autopar
 import autopar.api.step
 import autopar.compiler
 import cost_models
-from autopar import MeshError, Options, PlanError, StateError, UsageError
+from autopar import InfeasibleError, MeshError, Options, PlanError, StateError, UsageError
 from autopar.runtime.verify import compiled_memory
 
 AXES = ("data", "model")
@@ -374,6 +374,26 @@ def test_replan_moves_the_state(plans):
     assert state[0]["w1"].addressable_shards[0].data.shape == (16, 8)
     assert_close(state, one_device(2)[0])
     assert len(plans) == 2
+
+
+def test_replan_of_a_given_plan_keeps_its_cluster(saved, monkeypatch, plans):
+    step = autopar.parallelize(train, plan=saved)
+    state, _ = step(create(), examples())
+    monkeypatch.setattr(cost_models, "load_cluster", None)  # nothing else is looked up
+    step.replan()
+    state, _ = step(state, examples())
+    assert_close(state, one_device(2)[0])
+    assert len(plans) == 1 and step.plan(state, examples()).cluster["name"] == "fast-link:8"
+
+
+def test_a_shape_that_does_not_fit_around_the_placed_state_says_so():
+    step = autopar.parallelize(train, FAST, memory_bytes=60_000)
+    state, _ = step(create(), examples())
+    with pytest.raises(InfeasibleError, match="step.replan") as raised:
+        step(state, examples(64_000))
+    assert raised.value.peak_bytes > 60_000 and "replan" in raised.value.suggestions[-1]
+    after, _ = step(state, examples())  # nothing was lost
+    assert_close(after, one_device(2)[0])
 
 
 def test_init_makes_the_state_where_it_belongs(plans):

@@ -150,19 +150,23 @@ class Branch:
         return self.best is not None and self.best.value - self.bound <= self.gap * abs(self.best.value) + 1e-12 * self.scaled.unit
 
     @property
+    def large(self) -> bool:
+        """Whether relaxations with memory rows go to the interior point method, and answers are sought by diving."""
+        return len(self.model.cost) > LARGE_COLUMNS
+
+    @property
     def late(self) -> bool:
         """Whether the deadline has passed."""
         return time.monotonic() >= self.deadline
 
     def relax(self) -> Point:
         """The relaxation with every memory row that it violates."""
-        large = len(self.model.cost) > LARGE_COLUMNS
-        if large and self.scaled.times:
+        if self.large and self.scaled.times:
             return self.relax_inside()
         solver, point = self.relax_once(self.model.upper)
         while times := self.violated(point.values):
             self.scaled.times += times
-            if large:
+            if self.large:
                 return self.relax_inside()
             self.scaled.add_rows(solver, [self.scaled.memory_row(at) for at in times])
             point = self.run_relaxation(solver, self.model.upper)
@@ -180,41 +184,53 @@ class Branch:
         return solver, self.run_relaxation(solver, upper)
 
     def relax_inside(self) -> Point:
-        """The same by the interior point method: with memory rows dual simplex takes minutes. Without a vertex, which nothing here needs."""
+        """The same by the interior point method, as dual simplex takes minutes with memory rows. Nothing here needs a vertex."""
         while True:
-            solver = self.scaled.fresh(np.zeros_like(self.model.upper), self.model.upper, integers=False)
-            solver.setOptionValue("solver", "ipm")
-            solver.setOptionValue("run_crossover", "off")
-            point = self.run_relaxation(solver, self.model.upper)
-            self.bound = max(self.bound, point.value)
+            point = self.run_inside()
             times = self.violated(point.values)
             self.log(f"interior point: at least {point.value:.9g} with {len(self.scaled.times)} memory rows, {len(times)} more violated")
             if not times:
                 return point
             self.scaled.times += times
 
+    def run_inside(self) -> Point:
+        solver = self.scaled.fresh(np.zeros_like(self.model.upper), self.model.upper, integers=False)
+        solver.setOptionValue("solver", "ipm")
+        solver.setOptionValue("run_crossover", "off")
+        point = self.run_relaxation(solver, self.model.upper)
+        self.bound = max(self.bound, point.value)
+        return point
+
+    def least_value(self) -> float:
+        """A bound from the memory rows known so far alone; not the last word, and soon said."""
+        try:
+            self.run_inside()
+        except OutOfTime:
+            pass
+        return self.bound
+
     def run_relaxation(self, solver: highspy.Highs, upper: Floats) -> Point:
         self.limit_time(solver)
         solver.run()
         status = solver.getModelStatus()
-        if status == highspy.HighsModelStatus.kUnknown and solver.getOptionValue("solver")[1] == "ipm":
-            solver.setOptionValue("solver", "simplex")
-            return self.run_relaxation(solver, upper)
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             raise Unsatisfiable
         if status == highspy.HighsModelStatus.kTimeLimit:
             raise OutOfTime
         if status != highspy.HighsModelStatus.kOptimal:
-            raise SolverError(f"HiGHS ended the relaxation with `{solver.modelStatusToString(status)}`. Try another solver.")
+            if solver.getOptionValue("solver")[1] != "ipm":
+                raise SolverError(f"HiGHS ended the relaxation with `{solver.modelStatusToString(status)}`. Try another solver.")
+            solver.setOptionValue("solver", "simplex")
+            return self.run_relaxation(solver, upper)
         solution = solver.getSolution()
         values, _ = self.scaled.checked(solver, solution)
         return Point(values, *self.scaled.dual_bound(upper, np.array(solution.row_dual)))
 
     def dive(self, relaxed: Point) -> None:
         """Seeks an answer where the relaxation nearly is one: nodes that it decides stay so, columns that it does without are closed."""
-        offsets, values = self.problem.offsets, relaxed.values[: self.model.num_choices]
-        if len(self.model.cost) <= LARGE_COLUMNS:
+        if not self.large:
             return
+        offsets, values = self.problem.offsets, relaxed.values[: self.model.num_choices]
         largest = np.repeat(np.maximum.reduceat(values, offsets[:-1]), np.diff(offsets))
         for decided, share, seconds in DIVES:
             if self.closed or self.late:

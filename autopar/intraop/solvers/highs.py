@@ -17,7 +17,7 @@ from autopar.intraop.solvers.branch import Branch, Log, Unsatisfiable
 from autopar.intraop.solvers.memory import memory_rows
 from autopar.intraop.solvers.programme import Programme, programme
 from autopar.intraop.solvers.room import excluded_by_memory
-from autopar.intraop.solvers.scaled import SCALED_BUDGET
+from autopar.intraop.solvers.scaled import SCALED_BUDGET, SCALED_OPTIMUM
 from autopar.intraop.solvers.search import improve
 from autopar.ir.problem import Edge, Floats, Problem, Solution, Status
 
@@ -29,6 +29,12 @@ LAST_CHANCE_S = 1.0
 
 LONGEST_REPAIR_S = 2.0
 """Seconds that a rounded point may be repaired for."""
+
+SPARE_BYTES = (0.02, 0.1, 0.3, 1.0, 4.0, np.inf)
+"""Shares above the bound of the least peak at which an answer to a large programme is sought."""
+
+LONGEST_PEAK_S = 120.0
+"""Seconds that the least peak is sought for where the solve itself has no time limit."""
 
 LARGE_CELLS, ASCENT_SHARE, LONGEST_ASCENT_S, LONGEST_SEARCH_S = 500_000, 0.5, 60.0, 15.0
 """Above so many cells dual ascent comes first, for a share of the time limit, and each of its local searches ends after a while."""
@@ -157,8 +163,10 @@ def minimum_peak(problem: Problem, *, time_limit_s: float | None = None, log: Lo
     """The least peak of any answer in bytes, and an answer that has it; the problem's budget is not looked at.
 
     The peak is that of the integral answer, so a budget of so many bytes works. `solution.status` is `optimal` where no answer has
-    less (within 1e-6), else `time_limit`; its `bound` says nothing about seconds. Raises `Infeasible` where edges and side rows
-    exclude every answer.
+    less (within 1e-6), else `feasible` or `time_limit`; its `bound` says nothing about seconds. Raises `Infeasible` where edges and
+    side rows exclude every answer.
+
+    A large programme's peak is not minimised: the cheapest answer of a budget little above the bound is taken, the first that is found.
     """
     begin = time.monotonic()
     deadline = np.inf if time_limit_s is None else begin + time_limit_s
@@ -173,17 +181,42 @@ def minimum_peak(problem: Problem, *, time_limit_s: float | None = None, log: Lo
     smaller, lift = presolve(priceless)
     branch = _least_bytes(smaller, deadline, log or _silent)
     try:
-        branch.minimise()
+        found = _found_near(problem, branch, deadline, log or _silent) if branch.large else _found_least(branch, lift)
     except Unsatisfiable:
         raise Infeasible("the side rows exclude every choice") from None
-    if branch.best is None:
+    if found is None:
         raise SolverError(f"no answer within {time_limit_s} s. Give more time with `time_limit_s`.")
-    found = lift(Solution(branch.best.choice, branch.best.side, 0.0, -np.inf, "optimal" if branch.closed else "time_limit"))
     value = evaluate(problem, found.choice, found.side)
     if not value.consistent:
         raise CheckError("the answer of least peak breaks an edge or a side row of the problem it was found for")
     seconds = time.monotonic() - begin
     return value.peak_bytes, replace(found, objective=value.objective, peak_bytes=value.peak_bytes, seconds=seconds)
+
+
+def _found_least(branch: Branch, lift: Lift) -> Solution | None:
+    """The answer of least peak, lifted; None where there was no time for any."""
+    branch.minimise()
+    if branch.best is None:
+        return None
+    return lift(Solution(branch.best.choice, branch.best.side, 0.0, -np.inf, "optimal" if branch.closed else "time_limit"))
+
+
+def _found_near(problem: Problem, branch: Branch, deadline: float, log: Log) -> Solution | None:
+    """An answer whose peak is not far above the least that the relaxation allows, as cheap as a budget there lets it be."""
+    least = branch.least_value() * branch.scaled.byte_unit
+    log(f"the least peak is at least {least:.0f} bytes")
+    for spare in SPARE_BYTES:
+        budget = None if np.isinf(spare) else least * (1 + spare)
+        try:
+            smaller, lift = _fitting(replace(problem, budget=budget))
+            solution = _solved(smaller, 1.0, deadline, log)
+        except Unsatisfiable:
+            continue
+        if solution is None:
+            return None
+        found = lift(solution)
+        return replace(found, status="optimal" if found.peak_bytes <= least * (1 + 1e-6) else "feasible")
+    raise Unsatisfiable
 
 
 def checked(problem: Problem, solution: Solution, objective: float) -> Solution:
@@ -228,16 +261,27 @@ def _repaired(branch: Branch, choice: tuple[int, ...]) -> tuple[tuple[int, ...],
 
 
 def _offer_cheapest(branch: Branch, deadline: float) -> None:
-    """Offers what is found near the cheapest strategy of each node."""
+    """Offers what is found near the cheapest strategy of each node; with side columns, that or the strategies that hold least."""
     problem = branch.problem
     cheapest = tuple(int(p) for p in choice_of(problem, -branch.model.cost))
-    if branch.model.num_side:
-        side = branch.settle(cheapest)
-        choice = None if side is None else cheapest
-    else:
-        choice, side = improve(problem, branch.memory, cheapest, deadline), np.zeros(0)
-    if choice is not None and side is not None:
-        branch.take(choice, side, branch.judge(choice, side))
+    if not branch.model.num_side:
+        near = improve(problem, branch.memory, cheapest, deadline)
+        if near is not None:
+            branch.take(near, np.zeros(0), branch.judge(near, np.zeros(0)))
+        return
+    for choice in (cheapest, _leanest(problem)):
+        side = branch.settle(choice)
+        if side is not None:
+            branch.take(choice, side, branch.judge(choice, side))
+            return
+
+
+def _leanest(problem: Problem) -> tuple[int, ...]:
+    """For each node the strategy with the least bytes, summed over time."""
+    held = [np.zeros(len(cost)) for cost in problem.node_costs]
+    for usage in problem.usages:
+        held[usage.node] += usage.nbytes * (usage.stop - usage.start)
+    return tuple(int(np.argmin(nbytes)) for nbytes in held)
 
 
 def _least_bytes(problem: Problem, deadline: float, log: Log) -> Branch:
@@ -256,6 +300,7 @@ def _least_bytes(problem: Problem, deadline: float, log: Log) -> Branch:
         most = max(limit, float(everything.max(initial=0.0))) / limit * SCALED_BUDGET
     model = with_peak(programme(problem), most)
     branch = Branch(problem, model, memory, judge, _repaired, limit=limit, peak=True, gap=1e-9, deadline=deadline, log=log)
+    branch.scaled.unit = SCALED_BUDGET / SCALED_OPTIMUM
     branch.scaled.times = memory.worst_times(memory.usage(np.ones(problem.num_choices + len(problem.side))), -np.inf)
     return branch
 
@@ -282,12 +327,16 @@ def _infeasible(problem: Problem, deadline: float, log: Log) -> Infeasible:
     """What to say when nothing fits: the least peak, which is sought for as long as the solve itself might have lasted."""
     if problem.budget is None:
         return Infeasible("the side rows exclude every choice")
-    left = None if not np.isfinite(deadline) else max(1.0, deadline - time.monotonic())
-    peak, solution = minimum_peak(problem, time_limit_s=left, log=log)
+    left = LONGEST_PEAK_S if not np.isfinite(deadline) else max(1.0, deadline - time.monotonic())
+    try:
+        peak, solution = minimum_peak(problem, time_limit_s=left, log=log)
+    except SolverError:
+        return Infeasible(f"no choice fits {problem.budget:.0f} bytes, and there was no time to find the least that does", proven=False)
     proven = solution.status == "optimal"
     if peak <= allowed_bytes(problem):
         raise CheckError(f"HiGHS calls {problem.budget:.0f} bytes infeasible, and there is an answer that needs {peak:.0f}")
-    return Infeasible(f"no choice fits {problem.budget:.0f} bytes: the least peak is {peak:.0f} bytes", peak, solution, proven)
+    least = "the least peak is" if proven else "the least peak found is"
+    return Infeasible(f"no choice fits {problem.budget:.0f} bytes: {least} {peak:.0f} bytes", peak, solution, proven)
 
 
 def _silent(line: str) -> None:

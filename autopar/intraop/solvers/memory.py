@@ -65,12 +65,12 @@ class MemoryRows:
             return []
         at = usage[self.events]
         rises, falls = np.diff(at, prepend=-np.inf) > 0, np.diff(at, append=-np.inf) <= 0
-        peaks = [i for i in np.flatnonzero((at > limit) & rises & falls) if int(self.events[i]) not in known]
+        peaks = [int(i) for i in np.flatnonzero((at > limit) & rises & falls) if int(self.events[i]) not in known]
         chosen: list[int] = []
         for i in sorted(peaks, key=lambda i: -at[i]):
             if chosen and self._differs_least(i, chosen) < APART:
                 continue
-            chosen.append(int(i))
+            chosen.append(i)
             if len(chosen) == ROWS_PER_ROUND:
                 break
         return [int(self.events[i]) for i in chosen]

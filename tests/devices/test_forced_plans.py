@@ -1,0 +1,107 @@
+"""Any legal plan gives one device's numbers, and its collectives are the compiled program's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import jax
+import pytest
+import rule_examples
+from small_steps import STEPS
+
+from autopar.intraop.forced import cut_share
+from benchmarks import coverage, forced
+from benchmarks.programs import SMALL, Program, program, zoo
+
+EVERY_MESH = ((2, 4), (3,), (8,))
+SEEDS = range(5)
+FAMILIES = {f.__name__: f for f in (*rule_examples.FAMILIES, *rule_examples.SLOW)}
+
+
+@cache
+def small(name: str) -> Program:
+    with jax.enable_x64(True):
+        step, args = STEPS[name]()
+    return program(name, step, args)
+
+
+def assert_agrees(subject: Program, sizes: tuple[int, ...], kind: str, seed: int = 0, seen: coverage.Ran | None = None) -> forced.Row:
+    row = forced.row(subject, sizes, kind, seed, Counter() if seen is None else seen)
+    assert row.status == "agree", forced.table([row])
+    return row
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("sizes", [(2, 4), (3,)], ids=str)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_random_plan_of_a_small_step_runs_as_planned(name, sizes, seed):
+    row = assert_agrees(small(name), sizes, "random", seed)
+    assert row.cut_share >= 0.5
+    assert row.passes > 0
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_optimum_of_a_small_step_runs_as_planned(name):
+    assert_agrees(small(name), (2, 4), "fast-link")
+
+
+def test_on_a_mesh_of_one_device_a_random_plan_cuts_nothing():
+    row = assert_agrees(small("perceptron"), (1,), "random")
+    assert (row.cut_share, row.planned) == (0, 0)
+
+
+def test_random_plans_are_the_same_for_the_same_seed_and_differ_between_seeds():
+    subject, mesh = small("perceptron"), forced.logical((2, 4))
+    first, again, other = (forced.plan_for(subject, mesh, "random", seed)[0] for seed in (3, 3, 4))
+    assert first == again != other
+    assert cut_share(subject.traced.graph, first) >= 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_rule_runs_on_devices(name):
+    """All examples of a family are one program; each way that its rules allow runs in one of a few plans."""
+    with jax.enable_x64(True):
+        examples = FAMILIES[name]()
+        subject = program(name, lambda *args: [f(*a) for (_, f, _), a in zip(examples, args, strict=True)], [a for _, _, a in examples])
+    seen: coverage.Ran = Counter()
+    wanted = coverage.possible(subject.traced.graph, subject.rules, forced.logical((2, 2)))
+    for seed in range(12):
+        assert_agrees(subject, (2, 2), "random", seed, seen)
+        if not coverage.missing(seen, wanted):
+            return
+    pytest.fail(f"never ran: {coverage.missing(seen, wanted)}")
+
+
+@pytest.mark.slow
+def test_random_plans_of_every_model_run_as_planned(capsys):
+    """Ways of running that the models' rules allow and that no plan took fail, too."""
+    seen: coverage.Ran = Counter()
+    wanted: set[coverage.Pair] = set()
+    found = []
+    for name in SMALL:
+        subject = zoo(name)
+        for sizes in EVERY_MESH:
+            wanted |= coverage.possible(subject.traced.graph, subject.rules, forced.logical(sizes))
+            found += [forced.row(subject, sizes, "random", seed, seen) for seed in SEEDS]
+    with capsys.disabled():
+        print("\n" + coverage.table(seen) + "\n\n" + forced.table(found))
+    assert len(found) >= 100
+    assert not [r for r in found if r.status != "agree"]
+    assert all(r.cut_share >= 0.5 and r.passes for r in found)
+    assert not coverage.missing(seen, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["optimum", "slow-link", "fast-link", "tight-memory"])
+@pytest.mark.parametrize("name", SMALL)
+def test_the_optimum_of_every_model_runs_as_planned(name, kind):
+    assert_agrees(zoo(name), (2, 4), kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SMALL)
+def test_narrower_dtypes_stay_within_their_rounding(name, dtype):
+    assert_agrees(zoo(name, dtype), (2, 4), "random")
