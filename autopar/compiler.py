@@ -164,7 +164,7 @@ def summarise(c: Compilation) -> Compilation:
         chosen.price.by_kind,
         chosen.live,
         c.candidates,
-        plain({k: v for k, v in asdict(c.options).items() if isinstance(v, (str, int, float, bool, type(None)))}),
+        plain({k: v for k, v in asdict(c.options).items() if isinstance(v, (str, int, float, bool, tuple, type(None)))}),
         c.traced.roles.notes,
         jax.__version__,
     )
@@ -248,7 +248,7 @@ def fingerprint_of(traced: Traced) -> str:
 
 def _pin_of(c: Compilation, name: str) -> str:
     """What pins an input, as text: inputs pinned alike may be folded together."""
-    found = [f"{pattern}={spec}" for pattern, spec in c.options.pins.items() if fnmatch.fnmatch(name, pattern)]
+    found = [f"{pattern}={spec}" for pattern, spec in c.options.pins.items() if _matches(name, pattern)]
     if name in c.fixed:
         found.append(str(c.fixed[name]))
     return ";".join(found)
@@ -264,7 +264,7 @@ def input_pins(c: Compilation, mesh: LogicalMesh) -> dict[int, tuple[TensorShard
         if name in c.fixed:
             found[v] = (c.fixed[name],)
         for pattern, spec in c.options.pins.items():
-            if fnmatch.fnmatch(name, _literal_brackets(pattern)) or pattern == name:
+            if _matches(name, pattern):
                 matched.add(pattern)
                 pin = sharding_of_spec(spec, aval.ndim)
                 if any(a not in mesh.names for a in pin.axes):
@@ -279,9 +279,9 @@ def input_pins(c: Compilation, mesh: LogicalMesh) -> dict[int, tuple[TensorShard
     return found
 
 
-def _literal_brackets(pattern: str) -> str:
-    """Paths hold brackets (`params['w']`), which a pattern means literally."""
-    return pattern.replace("[", "[[]")
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a path matches a pattern with `*` and `?`. Paths hold brackets (`params['w']`), which a pattern means literally."""
+    return pattern == name or fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
 def sharding_of_spec(spec: Any, ndim: int) -> TensorSharding:

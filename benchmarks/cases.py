@@ -190,7 +190,8 @@ def _judge(row: Row, meta: dict[str, Any], log: IO[str]) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, those that fail marked, and a summary."""
-    lines = [f"  {'case':32}{'mesh':7}{'stages':>6}{'micro':>6}  {'plan':10}{'status':9}{'worst':>9}{'seconds':>9}  reason", *map(_line, rows)]
+    head = f"  {'case':32}{'mesh':7}{'stages':>6}{'micro':>6}  {'plan':10}{'status':9}{'worst':>9}{'seconds':>9}  reason"
+    lines = [head, *map(_line, rows)]
     counts = ", ".join(f"{sum(r.status == s for r in rows)} {s}" for s in ("agree", "differ", "refused", "error"))
     lines.append(f"{len(rows)} rows: {counts}; {sum(not r.passed for r in rows)} do not pass.")
     allowed = sum(r.passed and r.status == "refused" for r in rows)

@@ -145,7 +145,7 @@ def check_program(data: PlanData, traced: Traced) -> None:
         ours = {n: (traced.graph.avals[v].shape, traced.graph.avals[v].dtype) for n, v in _named_inputs(traced)}
         changed = [f"{n}: {theirs.get(n)} in the plan, {ours.get(n)} here" for n in {**theirs, **ours} if theirs.get(n) != ours.get(n)]
         why = "; ".join(changed[:3]) or (
-            "the same arguments, but other operations (or another version of JAX or of the model, or Python numbers where there were arrays)"
+            "the same arguments, but other operations (or another version of JAX or of the model, or Python numbers for arrays)"
         )
         raise PlanError(f"the plan belongs to another program: {why}. Plan again for this function and these shapes.")
 

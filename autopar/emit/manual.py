@@ -76,6 +76,7 @@ class _Device:
     platform: str
     zero: Any
     forms: dict[_Form, Any] = field(default_factory=dict)
+    made: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plan = self.emission.plan
@@ -85,7 +86,7 @@ class _Device:
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         e = self.emission
         for value, sharding, x in zip(e.graph.inputs, e.plan.inputs, inputs, strict=True):
-            self.forms[value, sharding, 0] = x
+            self.forms[value, sharding, 0] = self.made[value] = x
         for i in range(len(e.graph.ops)):
             self.op(i)
         return tuple(self.output(k, o) for k, o in enumerate(e.graph.outputs))
@@ -109,7 +110,7 @@ class _Device:
                 as_written=e.as_written,
             )
         for k, (r, x) in enumerate(zip(op.results, results, strict=True)):
-            self.forms[r, result_sharding(rule, strategy, k), 0] = x
+            self.forms[r, result_sharding(rule, strategy, k), 0] = self.made[r] = x
 
     def operand(self, i: int, k: int, operand: Operand, literals: Any) -> Any:
         if not isinstance(operand, int):
@@ -147,13 +148,14 @@ class _Device:
         return _cast(x, m.target.local_dtype(dtype, e.as_written))
 
     def anchor(self, m: PlannedMove) -> Any:
-        """A form of another operand of the op that the move waits for."""
-        e = self.emission
-        op = e.graph.ops[m.gate]
-        for k, o in enumerate(op.operands):
-            if isinstance(o, int) and o != m.value:
-                return self.operand(m.gate, k, o, {})
-        raise CheckError(f"`{op.primitive}` at {op.source} has no other operand to gate a repeated gather on.")
+        """What a gated move waits for: another operand of its op, as it was made; where an earlier op already needs the move, the
+        newest value there is.
+        """
+        op = self.emission.graph.ops[m.gate]
+        for o in op.operands:
+            if isinstance(o, int) and o != m.value and o in self.made and o not in self.emission.graph.free:
+                return self.made[o]
+        return next(reversed(self.made.values()))
 
 
 def _cast(x: Any, dtype: str) -> Any:

@@ -50,16 +50,18 @@ def followed(op: Op, rule: ShardingRule) -> tuple[int, ...]:
     return tuple(k for k, o in enumerate(op.operands) if isinstance(o, int) and factor_set(rule.operands[k]) == result)
 
 
-def find_clusters(graph: Graph, rules: Sequence[ShardingRule], carried: Sequence[tuple[int, int]]) -> tuple[Cluster, ...]:
+def find_clusters(
+    graph: Graph, rules: Sequence[ShardingRule], carried: Sequence[tuple[int, int]], pinned: frozenset[int] = frozenset()
+) -> tuple[Cluster, ...]:
     """The clusters of all ops that depend on inputs, in order of their first op.
 
     `carried` pairs input and output positions of one piece of state: such an input joins the cluster that updates it, when its
-    output comes from that cluster.
+    output comes from that cluster. Inputs in `pinned` lie by themselves, so that their sharding can be given.
     """
     linear = _linear_ops(graph, rules)
     skipped = {i for i, op in enumerate(graph.ops) if op.results and all(r in graph.free for r in op.results)}
     union = _Union(len(graph.ops))
-    joined: set[int] = set()
+    joined: set[int] = set(pinned)
     for i, op in enumerate(graph.ops):
         if i in skipped:
             continue

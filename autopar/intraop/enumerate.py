@@ -67,7 +67,7 @@ def shape_of(
 ) -> Shape:
     """Cluster and fold a graph. `pinned` marks graph inputs that must not be folded with others, by value."""
     charges = costs.fusion_charges(graph, [is_elementwise(r) for r in rules])
-    clusters = find_clusters(graph, rules, carried)
+    clusters = find_clusters(graph, rules, carried, frozenset(v for v, pin in (pinned or {}).items() if pin))
     tied = {i: o for i, o in carried}
     marks: dict[int, Hashable] = {v: (n in tied, (pinned or {}).get(v)) for n, v in enumerate(graph.inputs)}
     folded = fold(graph, clusters, charges, marks) if folding else unfolded(clusters)
@@ -281,7 +281,8 @@ class _Enumerator:
             for wanted in self._groups(v, value):
                 aval, layers = self.graph.avals[v], self._layers(v, value, wanted)
                 users = sorted(wanted, key=lambda u: (u[0], u[2], id(u[1])))
-                kind = (value.node, id(value.vector), aval, tuple((n, id(w), k) for n, w, k in users), layers, self._is_held(v, value, users))
+                needs = tuple((n, id(w), k) for n, w, k in users)
+                kind = (value.node, id(value.vector), aval, needs, layers, self._is_held(v, value, users))
                 kinds.setdefault(kind, []).append((v, value, users))
         return [self._network(members) for members in kinds.values()]
 

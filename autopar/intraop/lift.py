@@ -65,9 +65,10 @@ def _output(layout: Layout, solution: Solution, k: int, o: int | Constant, input
     return TensorSharding.replicated(layout.shape.graph.aval(o).ndim)
 
 
-def _trees(network: Network, openings: Sequence[Opening], solution: Solution) -> tuple[list[tuple[Opening, _Form, _Form]], list[int], set[int]]:
-    """The moves taken, as (opening, from form, to form) with forms (generation, state), the users that read generation 1,
-    and the states kept from early to late.
+def _trees(
+    network: Network, openings: Sequence[Opening], solution: Solution
+) -> tuple[list[tuple[Opening, _Form, _Form]], list[int], set[int]]:
+    """The moves taken, as (opening, from form, to form) with forms (generation, state), users that read generation 1, states kept.
 
     A form made late although the same form was made early is of generation 1; all others are of generation 0.
     """

@@ -35,7 +35,7 @@ def flatten(closed: Any, input_names: Sequence[str] = (), output_names: Sequence
         tuple(output_names),
         len(constants),
     )
-    graph = simplify(_phases(graph), [e.literals for e in builder.equations])
+    graph = _phases(simplify(graph, [e.literals for e in builder.equations]))
     graph = _compact(_order_updates(_sink(_live(graph))))
     return Flattened(graph, Program(tuple(builder.equations), tuple(c for _, c in builder.lifted.values()), literals))
 
@@ -80,7 +80,7 @@ class _Builder:
         return len(self.avals) - 1
 
     def literal(self, atom: Any) -> _Literal:
-        return _Literal(Constant(self.aval(atom.aval), repr(getattr(atom.val, "tolist", lambda: atom.val)())), atom.val)
+        return _Literal(Constant(self.aval(atom.aval), repr(_plain_number(atom.val))), atom.val)
 
     def open(self, jaxpr: Any, constants: list[Any], arguments: list[Any], where: _Where) -> tuple[list[Operand], dict[int, Any]]:
         """Add a jaxpr's equations; returns its outputs as operands, and the values of those that are literals."""
@@ -153,6 +153,14 @@ class _Builder:
         return found[1]
 
 
+def _plain_number(value: Any) -> Any:
+    """A literal as Python writes it, whatever typed wrapper JAX keeps it in."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    kinds: tuple[Any, ...] = (bool, int, float, complex)
+    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
+
+
 def _join(outer: str, inner: str) -> str:
     return f"{outer}/{inner}" if outer and inner else outer or inner
 
@@ -176,9 +184,11 @@ def _phases(graph: Graph) -> Graph:
         if depends[-1]:
             late.update(op.results)
     updates = _ancestors(graph, [d and op.phase != "backward" and not f for op, d, f in zip(graph.ops, depends, feeds, strict=True)])
-    ops = []
+    ops, made = [], set[int]()
     for op, feeds_backward, update in zip(graph.ops, feeds, updates, strict=True):
-        phase: Phase = "backward" if op.phase == "backward" else "update" if update and not feeds_backward else "forward"
+        update = (update or any(o in made for o in op.inputs)) and not feeds_backward  # what reads an update's result comes after it
+        phase: Phase = "backward" if op.phase == "backward" else "update" if update else "forward"
+        made.update(op.results if phase == "update" else ())
         ops.append(op if phase == op.phase else replace(op, phase=phase))
     return replace(graph, ops=tuple(ops))
 
@@ -211,8 +221,8 @@ def _sink(graph: Graph) -> Graph:
             continue
         readers = [u for r in op.results for u in users.get(r, ())]
         if readers and all(phases[u] != "forward" for u in readers) and all(stays(o, i) for o in op.inputs):
-            first = min(readers, key=lambda u: (place[u], u))
-            place[i], phases[i] = place[first], phases[first]
+            place[i] = min(place[u] for u in readers)
+            phases[i] = "backward" if any(phases[u] == "backward" for u in readers) else "update"
     order = sorted(range(len(graph.ops)), key=lambda i: (place[i], i))
     return replace(graph, ops=tuple(replace(graph.ops[i], phase=phases[i]) for i in order))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-import cost_models
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
 import autopar
+import cost_models
 from autopar.ir.mesh import LogicalMesh
 
 

@@ -110,3 +110,13 @@ def test_a_fourier_transform_runs_beside_a_collective_that_would_rather_have_ano
     program = emit(Emission(graph, traced.program, rules, plan), make_mesh(mesh))
     (found,) = jax.jit(program)(jnp.int32(0), X * (1 + 1j))
     assert_close(found, jnp.fft.fft(X * (1 + 1j)), 1e-6)
+
+
+def test_a_metric_may_read_what_only_feeds_the_update():
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+        count = jnp.sum(x > 0.5).astype(jnp.float32)
+        return w - grad * count, (loss, jnp.maximum(count, 3.0))
+
+    found, expected = beside(step, X, X)
+    assert_close(found, expected, 1e-5)

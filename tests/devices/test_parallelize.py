@@ -265,7 +265,6 @@ def test_python_numbers_as_state_plan_once(plans):
     assert state[0].weak_type and len(plans) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="literals of weakly typed programs are written as `TypedFloat(...)`: trace.flatten")
 def test_state_that_is_weakly_typed_once_plans_once(plans):
     """`jnp.full(n, 0.1)` is weakly typed, what the first step returns is not."""
     step = autopar.parallelize(train, FAST)
@@ -545,7 +544,6 @@ def test_pinned_steps_give_the_same_numbers():
     assert_trains(train, create(), examples(), mesh=mesh_of(AxisType.Auto), pins=pins)
 
 
-@pytest.mark.xfail(strict=True, reason="pins of state that lies inside a merged cluster are ignored: intraop.enumerate")
 def test_pins_of_optimizer_state_are_kept():
     plan = autopar.plan(train, (create(), examples()), mesh_of(AxisType.Auto), options=Options(pins={"*.mu['w1']": P(None, "model")}))
     assert placement(plan)["state[1][0].mu['w1']"].dims == ((), ("model",))

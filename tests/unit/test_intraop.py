@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 
-import cost_models
 import pytest
 
+import cost_models
 from autopar.costs import Pricer
 from autopar.intraop import solvers
 from autopar.intraop.choose import SolveOptions, choose_on

@@ -387,6 +387,49 @@ def test_a_late_move_that_is_cheaper_than_its_early_twin_is_not_postponed():
     assert not len(postponed(replace(problem, side=replace(problem.side, cost=cost))))
 
 
+def test_waiting_that_is_free_of_memory_in_the_form_a_value_was_made_in_changes_nothing_about_the_late_layer():
+    """As for inputs, which are there anyway: a second, capped way to wait beside each one that holds memory."""
+    problem = layered_problem(5, users=2)
+    late = postponed(problem)
+    rows, first = problem.rows, problem.num_choices
+    waits = np.flatnonzero(problem.side.integer)[-3:]
+    count, size, new_row = len(problem.side), len(rows), []
+    flows = [c for c in range(count) if not problem.side.integer[c] and set(_openings_of(problem, c)) & set(waits.tolist())]
+    entries = [
+        (r, v) for c in flows for r, k, v in zip(rows.row, rows.column, rows.value, strict=True) if k == first + c and r in _states(rows)
+    ]
+    assert len(entries) == 2 * len(flows)
+    columns = np.repeat(np.arange(count, count + len(flows)), 2) + first
+    new_row = [(size + i, first + count + i, 1.0) for i in range(len(flows))] + [(size + i, 0, -1.0) for i in range(len(flows))]
+    extended = replace(
+        rows,
+        row=np.concatenate([rows.row, [r for r, _ in entries], [r for r, _, _ in new_row]]),
+        column=np.concatenate([rows.column, columns, [c for _, c, _ in new_row]]),
+        value=np.concatenate([rows.value, [v for _, v in entries], [v for _, _, v in new_row]]),
+        lower=np.concatenate([rows.lower, np.full(len(flows), -np.inf)]),
+        upper=np.concatenate([rows.upper, np.zeros(len(flows))]),
+    )
+    more = len(flows)
+    side = replace(
+        problem.side,
+        cost=np.append(problem.side.cost, np.zeros(more)),
+        upper=np.append(problem.side.upper, np.ones(more)),
+        integer=np.append(problem.side.integer, np.zeros(more, bool)),
+    )
+    assert len(late) and postponed(replace(problem, rows=extended, side=side)).tolist() == late.tolist()
+
+
+def _states(rows: SideRows) -> set[int]:
+    return set(np.flatnonzero(rows.lower == rows.upper).tolist())
+
+
+def _openings_of(problem: Problem, column: int) -> list[int]:
+    """Side columns that share an inequality with one."""
+    rows, first = problem.rows, problem.num_choices
+    mine = set(rows.row[rows.column == first + column].tolist()) - _states(rows)
+    return [int(c) - first for r, c in zip(rows.row, rows.column, strict=True) if r in mine and c != first + column]
+
+
 def test_a_late_layer_that_a_strategy_feeds_is_not_postponed():
     problem = layered_problem(0, users=1)
     rows = problem.rows

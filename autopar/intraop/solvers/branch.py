@@ -15,7 +15,7 @@ from autopar.intraop.solvers.layers import postponed
 from autopar.intraop.solvers.memory import MemoryRows
 from autopar.intraop.solvers.openings import Openings
 from autopar.intraop.solvers.programme import Programme
-from autopar.intraop.solvers.scaled import LARGE_COLUMNS, REPORT_TOLERANCE, SCALED_OPTIMUM, Scaled
+from autopar.intraop.solvers.scaled import LARGE_COLUMNS, REPORT_TOLERANCE, SCALED_BUDGET, SCALED_OPTIMUM, Scaled, with_peak
 from autopar.ir.problem import Floats, Problem
 
 INTEGRAL = 1e-6
@@ -194,12 +194,30 @@ class Branch:
             self.scaled.times += times
 
     def run_inside(self) -> Point:
-        solver = self.scaled.fresh(np.zeros_like(self.model.upper), self.model.upper, integers=False)
-        solver.setOptionValue("solver", "ipm")
-        solver.setOptionValue("run_crossover", "off")
-        point = self.run_relaxation(solver, self.model.upper)
+        """One run of the interior point method; simplex where it claims without proof that nothing fits."""
+        everything = np.zeros_like(self.model.upper), self.model.upper
+        try:
+            point = self.run_relaxation(inside(self.scaled.fresh(*everything, integers=False)), self.model.upper)
+        except Unsatisfiable:
+            if self.peak or self.overfull():
+                raise
+            point = self.run_relaxation(self.scaled.fresh(*everything, integers=False), self.model.upper)
         self.bound = max(self.bound, point.value)
         return point
+
+    def overfull(self) -> bool:
+        """Whether duals prove that the relaxation's least peak is above the limit, by the memory rows known so far."""
+        model = with_peak(self.model, self.memory, self.limit)
+        scaled = Scaled(model, self.memory, self.limit, True, self.gap, 0.0)
+        scaled.unit, scaled.times = SCALED_BUDGET / SCALED_OPTIMUM, list(self.scaled.times)
+        solver = inside(scaled.fresh(np.zeros_like(model.upper), model.upper, integers=False))
+        self.limit_time(solver)
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return False
+        least, _ = scaled.dual_bound(model.upper, np.array(solver.getSolution().row_dual))
+        self.log(f"the least peak is at least {least * scaled.byte_unit:.0f} bytes")
+        return least * scaled.byte_unit > self.limit
 
     def least_value(self) -> float:
         """A bound from the memory rows known so far alone; not the last word, and soon said."""
@@ -414,6 +432,13 @@ class Branch:
         ends = min(ends, self.deadline)
         if np.isfinite(ends):
             solver.setOptionValue("time_limit", solver.getRunTime() + max(0.01, ends - time.monotonic()))
+
+
+def inside(solver: highspy.Highs) -> highspy.Highs:
+    """Sets the interior point method, which ends without a vertex."""
+    solver.setOptionValue("solver", "ipm")
+    solver.setOptionValue("run_crossover", "off")
+    return solver
 
 
 def least_sum(model: Programme) -> float:

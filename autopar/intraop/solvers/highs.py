@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from scipy import sparse
 
 from autopar.errors import CheckError, SolverError
 from autopar.intraop.evaluate import Infeasible, allowed_bytes, choice_of, evaluate
@@ -15,9 +14,9 @@ from autopar.intraop.presolve import Lift, presolve
 from autopar.intraop.solvers.ascent import ascend
 from autopar.intraop.solvers.branch import Branch, Log, Unsatisfiable
 from autopar.intraop.solvers.memory import memory_rows
-from autopar.intraop.solvers.programme import Programme, programme
+from autopar.intraop.solvers.programme import programme
 from autopar.intraop.solvers.room import excluded_by_memory
-from autopar.intraop.solvers.scaled import SCALED_BUDGET, SCALED_OPTIMUM
+from autopar.intraop.solvers.scaled import SCALED_BUDGET, SCALED_OPTIMUM, with_peak
 from autopar.intraop.solvers.search import improve
 from autopar.ir.problem import Edge, Floats, Problem, Solution, Status
 
@@ -294,28 +293,11 @@ def _least_bytes(problem: Problem, deadline: float, log: Log) -> Branch:
 
     even = np.concatenate([_uniform(problem), np.zeros(len(problem.side))])
     limit = max(float(memory.usage(even).max(initial=0.0)), 1.0)
-    most = np.inf
-    if np.all(np.isfinite(problem.side.upper)):
-        everything = memory.usage(np.concatenate([np.ones(problem.num_choices), problem.side.upper]))
-        most = max(limit, float(everything.max(initial=0.0))) / limit * SCALED_BUDGET
-    model = with_peak(programme(problem), most)
+    model = with_peak(programme(problem), memory, limit)
     branch = Branch(problem, model, memory, judge, _repaired, limit=limit, peak=True, gap=1e-9, deadline=deadline, log=log)
     branch.scaled.unit = SCALED_BUDGET / SCALED_OPTIMUM
     branch.scaled.times = memory.worst_times(memory.usage(np.ones(problem.num_choices + len(problem.side))), -np.inf)
     return branch
-
-
-def with_peak(model: Programme, most: float) -> Programme:
-    """Adds a last column for the peak, the only one that is priced, and `most` at most."""
-    columns = len(model.cost)
-    return replace(
-        model,
-        cost=np.append(np.zeros(columns), 1.0),
-        upper=np.append(model.upper, most),
-        integer=np.append(model.integer, False),
-        matrix=sparse.hstack([model.matrix, sparse.csr_matrix((model.matrix.shape[0], 1))], format="csr"),
-        constant=0.0,
-    )
 
 
 def _uniform(problem: Problem) -> Floats:

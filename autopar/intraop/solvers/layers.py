@@ -1,9 +1,9 @@
 """Columns that only memory can make worthwhile: moves of a late layer that could as well be made early and waited with, at no cost.
 
 The conservation rows of a conversion tree are the states of a graph, its flows the arcs. A state is *late* where no strategy brings
-flow in, and where all that enters comes from other late states or, at no cost, from one state outside: its *early* state. A move
-between late states with an equal or cheaper *twin* between their early states is never needed while memory does not matter: its flow
-can go through the twin and wait.
+flow in, and where all that enters comes from other late states or from one state outside, its *early* state, from which waiting is
+free. Where every move between late states has an equal or cheaper *twin* between their early states, none of them is needed while
+memory does not matter: all flow can go through the twins and wait.
 """
 
 from __future__ import annotations
@@ -19,46 +19,55 @@ from autopar.ir.problem import Floats, Ints, Problem
 
 @dataclass(frozen=True, eq=False)
 class _Arcs:
-    """Flows as arcs between rows: side column, row it leaves, row it enters, and the side column that is paid for it."""
+    """Flows as arcs between rows: side column, row it leaves, row it enters, and the side column that is paid for it.
+
+    Any of them may be lowered; those that are `free` may be raised as well, up to one, by who pays the cost.
+    """
 
     column: Ints
     tail: Ints
     head: Ints
     opening: Ints
     cost: Floats
+    free: np.ndarray
 
 
 def postponed(problem: Problem) -> Ints:
     """Side columns that some optimum without a budget leaves at zero, in the relaxation too."""
     arcs = _arcs(problem)
-    if not len(arcs.column):
-        return arcs.column
+    if not arcs.free.any():
+        return np.zeros(0, np.int64)
     early = _early_states(problem, arcs)
     late = (early[arcs.tail] >= 0) & (early[arcs.head] >= 0)
-    twin = _cheapest(arcs, early[arcs.tail[late]], early[arcs.head[late]])
-    found = np.flatnonzero(late)
-    kept = (twin >= 0) & (arcs.cost[twin] <= arcs.cost[found])
-    found, twin = found[kept], arcs.opening[twin[kept]]
-    return _whole_openings(arcs, found, twin)
+    twin = np.full(len(late), -1)
+    twin[late] = _cheapest(arcs, early[arcs.tail[late]], early[arcs.head[late]])
+    matched = late & arcs.free & (twin >= 0) & (arcs.cost[twin] <= arcs.cost)
+    matched[late & ~_paid_alike(arcs, late, arcs.opening[twin])] = False
+    group = _groups(arcs, len(problem.rows))
+    unmatched = np.unique(group[late & ~matched])
+    found = matched & ~np.isin(group, unmatched)
+    return np.unique(np.concatenate([arcs.column[found], arcs.opening[found]]))
 
 
 def _arcs(problem: Problem) -> _Arcs:
-    """Side columns with one entry of 1 and one of -1 in conservation rows, and at most one row more: below an opening."""
+    """Side columns with one entry of 1 and one of -1 in conservation rows, and at most bounded from above in other rows."""
     rows, side, first = problem.rows, problem.side, problem.num_choices
     count = len(side)
     state = (rows.lower == 0) & (rows.upper == 0)
     on_side = rows.column >= first
     column = np.where(on_side, rows.column - first, 0)
     enters, leaves = (on_side & state[rows.row] & (rows.value == v) for v in (1.0, -1.0))
+    capped = ((rows.value > 0) & np.isneginf(rows.lower)[rows.row]) | ((rows.value < 0) & np.isposinf(rows.upper)[rows.row])
     below, opening = _below(problem, state)
     total = np.bincount(column[on_side], minlength=count)
     flow = (np.bincount(column[enters], minlength=count) == 1) & (np.bincount(column[leaves], minlength=count) == 1)
-    flow &= (total == 2 + below) & (side.upper >= 1) & (side.cost >= 0) & ((opening < 0) | (side.cost == 0))
+    flow &= (total == 2 + np.bincount(column[on_side & capped], minlength=count)) & (side.cost >= 0)
+    free = flow & (total == 2 + below) & (side.upper >= 1) & ((opening < 0) | (side.cost == 0))
     head, tail = np.zeros(count, np.int64), np.zeros(count, np.int64)
     head[column[enters]], tail[column[leaves]] = rows.row[enters], rows.row[leaves]
     flows = np.flatnonzero(flow)
     paid = np.where(opening[flows] >= 0, opening[flows], flows)
-    return _Arcs(flows, tail[flows], head[flows], paid, side.cost[paid])
+    return _Arcs(flows, tail[flows], head[flows], paid, side.cost[paid], free[flows])
 
 
 def _below(problem: Problem, state: np.ndarray) -> tuple[np.ndarray, Ints]:
@@ -93,10 +102,11 @@ def _early_states(problem: Problem, arcs: _Arcs) -> Ints:
     foreign = np.where(on_strategy, rows.value > 0, (rows.value > 0) & ~known[np.where(on_strategy, 0, rows.column - problem.num_choices)])
     graph = sparse.csr_matrix((np.ones(len(arcs.tail)), (arcs.tail, arcs.head)), shape=(count, count))
     part = connected_components(graph, connection="strong")[1]
-    waits = (arcs.cost == 0) & (part[arcs.tail] != part[arcs.head])
-    early = np.full(count, -1, np.int64)
-    early[arcs.head[waits]] = arcs.tail[waits]
-    early[np.bincount(arcs.head[waits], minlength=count) != 1] = -1
+    waits = arcs.free & (arcs.cost == 0) & (part[arcs.tail] != part[arcs.head])
+    early, other = np.full(count, -1, np.int64), np.full(count, count, np.int64)
+    np.maximum.at(early, arcs.head[waits], arcs.tail[waits])
+    np.minimum.at(other, arcs.head[waits], arcs.tail[waits])
+    early[early != other] = -1
     early[rows.row[foreign]] = -1
     early[_overfed(problem, graph)] = -1
     while True:
@@ -128,23 +138,28 @@ def _overfed(problem: Problem, graph: sparse.csr_matrix) -> np.ndarray:
 
 
 def _cheapest(arcs: _Arcs, tail: Ints, head: Ints) -> Ints:
-    """The cheapest arc from each tail to each head, or -1."""
+    """The cheapest free arc from each tail to each head, or -1."""
     size = int(max(arcs.head.max(initial=0), arcs.tail.max(initial=0))) + 1
-    key = arcs.tail * size + arcs.head
-    order = np.lexsort((arcs.cost, key))
+    key, free = arcs.tail * size + arcs.head, np.flatnonzero(arcs.free)
+    order = free[np.lexsort((arcs.cost[free], key[free]))]
     wanted = tail * size + head
-    at = np.minimum(np.searchsorted(key[order], wanted), len(order) - 1)
-    return np.where(key[order][at] == wanted, order[at], -1)
+    at = order[np.minimum(np.searchsorted(key[order], wanted), len(order) - 1)]
+    return np.where(key[at] == wanted, at, -1)
 
 
-def _whole_openings(arcs: _Arcs, found: Ints, twin: Ints) -> Ints:
-    """The flows found and their openings, where all flows below an opening are found and have one twin."""
-    paid = arcs.opening[found]
+def _paid_alike(arcs: _Arcs, late: np.ndarray, twin: Ints) -> np.ndarray:
+    """Whether all flows below an arc's opening are late and their twins have one opening."""
     count = int(arcs.opening.max(initial=0)) + 1
     least, most = np.full(count, np.iinfo(np.int64).max), np.full(count, -1)
-    np.minimum.at(least, paid, twin)
-    np.maximum.at(most, paid, twin)
-    every = np.bincount(paid, minlength=count) == np.bincount(arcs.opening, minlength=count)
-    whole = every & (least == most)
-    kept = whole[paid]
-    return np.unique(np.concatenate([arcs.column[found[kept]], paid[kept]]))
+    np.minimum.at(least, arcs.opening[late], twin[late])
+    np.maximum.at(most, arcs.opening[late], twin[late])
+    every = np.bincount(arcs.opening[late], minlength=count) == np.bincount(arcs.opening, minlength=count)
+    return (every & (least == most))[arcs.opening]
+
+
+def _groups(arcs: _Arcs, count: int) -> Ints:
+    """A number per arc, equal for arcs that share states or openings."""
+    size = count + int(arcs.opening.max(initial=0)) + 1
+    ends = np.concatenate([arcs.head, arcs.opening + count])
+    graph = sparse.csr_matrix((np.ones(2 * len(arcs.tail)), (np.tile(arcs.tail, 2), ends)), shape=(size, size))
+    return connected_components(graph, directed=False)[1][arcs.tail]

@@ -11,8 +11,11 @@ pure relaxation is ever re-run, and each value is recomputed from its solution.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import highspy
 import numpy as np
+from scipy import sparse
 
 from autopar.errors import CheckError, SolverError
 from autopar.intraop.solvers.memory import MemoryRows
@@ -109,6 +112,21 @@ class Scaled:
         if abs(value - reported) > REPORT_TOLERANCE * size:
             raise CheckError(f"HiGHS reports an objective of {reported:.9g}, and its own solution is worth {value:.9g}")
         return values, value
+
+
+def with_peak(model: Programme, memory: MemoryRows, limit: float) -> Programme:
+    """Adds a last column for the peak, the only one that is priced, in thousandths of `limit` and at most what all columns hold."""
+    columns, most = len(model.cost), np.inf
+    if np.all(np.isfinite(model.upper)):
+        most = max(limit, float(memory.usage(model.upper).max(initial=0.0))) / limit * SCALED_BUDGET
+    return replace(
+        model,
+        cost=np.append(np.zeros(columns), 1.0),
+        upper=np.append(model.upper, most),
+        integer=np.append(model.integer, False),
+        matrix=sparse.hstack([model.matrix, sparse.csr_matrix((model.matrix.shape[0], 1))], format="csr"),
+        constant=0.0,
+    )
 
 
 class _Highs(highspy.Highs):
