@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from autopar.intraop.reshard import Price, cheapest
 from autopar.ir.graph import Constant, Graph
@@ -59,16 +60,21 @@ def connect(
 ) -> ShardingPlan:
     """A plan with these strategies: each use takes its operand from the cheapest form already there.
 
-    This is greedy in the order of uses; the integer programme finds the best tree instead.
+    This is greedy in the order of uses; the integer programme finds the best tree instead. What no input feeds is never communicated.
     """
     origin = made(graph, rules, strategies, inputs)
     moves: list[PlannedMove] = []
     for value, uses in needs(graph, rules, strategies, outputs).items():
         forms = _Forms([origin[value]])
         for _, _, target in uses:
-            _reach(forms, value, target, graph, mesh, price)
+            _reach(forms, value, target, graph, mesh, _locally(price) if value in graph.free else price)
         moves.extend(forms.moves)
     return ShardingPlan(mesh, tuple(strategies), tuple(inputs), tuple(outputs), number(moves))
+
+
+def _locally(price: Price) -> Price:
+    """Every part is there already: compilers fold collectives on constants away."""
+    return lambda move, source, aval: inf if move.communicates else price(move, source, aval)
 
 
 def _reach(forms: _Forms, value: int, target: TensorSharding, graph: Graph, mesh: LogicalMesh, price: Price) -> None:

@@ -10,7 +10,7 @@ from math import gcd
 
 from autopar.intraop.clusters import Cluster
 from autopar.intraop.strategies import enumerate_strategies
-from autopar.ir.graph import Aval, Graph
+from autopar.ir.graph import Aval, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import Axes, TensorSharding
@@ -80,8 +80,19 @@ def build_space(graph: Graph, rules: Sequence[ShardingRule], cluster: Cluster, m
         rule = rules[cluster.ops[0]]
         every = enumerate_strategies(rule, mesh)
         single = tuple(s for s in every if all(rule.passes[p].kind == "sum" for _, p in s.passes))
+        single = _as_pinned(graph.ops[cluster.ops[0]], rule, single)
         return Space((rule,), ({},), (), (), (), single)
     return _Builder(graph, rules, cluster, mesh).space()
+
+
+def _as_pinned(op: Op, rule: ShardingRule, strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    """The strategies that a sharding constraint allows; all of them where the mesh has other axes, or they do not divide."""
+    spec = op.param("spec")
+    if op.primitive != "pin" or spec is None:
+        return strategies
+    dims = [result_sharding(rule, s, 0).dims for s in strategies]
+    kept = tuple(s for s, ds in zip(strategies, dims, strict=True) if all(w is None or w == d for w, d in zip(spec, ds, strict=True)))
+    return kept or strategies
 
 
 class _Builder:

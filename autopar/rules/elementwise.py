@@ -92,6 +92,12 @@ def identity(operands: Avals, results: Avals, *, constants: Constants, **_: Any)
     return pointwise(operands, results, moved(results[0].dtype, (0,), constants))
 
 
+@register("pin")
+def pin(operands, results, **_) -> ShardingRule:
+    """A value whose sharding the user has constrained; a partial one is reduced before it."""
+    return pointwise(operands, results)
+
+
 @register("select_n")
 def select_n(operands: Avals, results: Avals, *, constants: Constants, **_: Any) -> ShardingRule:
     """Partial values go through when all branches are partial and the predicate is not."""

@@ -39,8 +39,31 @@ def make_jaxpr(function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruc
             return jax.jit(function).trace(*avals).jaxpr
 
 
+pin_p = jex.Primitive("pin")
+"""A sharding constraint outside of loops and branches: the identity, with the axes asked for in each dimension (None: any)."""
+pin_p.def_impl(lambda x, *, spec: x)
+pin_p.def_abstract_eval(lambda x, *, spec: x)
+
+
+def _constraint(equation: Any) -> tuple[Any, ...] | None:
+    """Per dimension the axes that a sharding constraint names, None where it leaves the choice; None where it names none."""
+    sharding, free = equation.params["sharding"], equation.params.get("unconstrained_dims") or ()
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    ndim = equation.outvars[0].aval.ndim
+    entries = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+    unconstrained = jax.sharding.PartitionSpec.UNCONSTRAINED
+    return tuple(
+        None if d in free or e is unconstrained else () if e is None else (e,) if isinstance(e, str) else tuple(e)
+        for d, e in enumerate(entries)
+    )
+
+
 def without_constraints(closed: Any) -> tuple[Any, tuple[str, ...]]:
-    """A program without its sharding constraints and without the mesh that it was traced on; and the user's lines of the constraints."""
+    """A program with its sharding constraints as pins, off the mesh that it was traced on.
+
+    Constraints within loops and branches are dropped; their lines are returned.
+    """
     if not _constrained(closed.jaxpr, {}) and all(e.ctx.cur_abstract_mesh.empty for e in closed.eqns):
         return closed, ()
     with jax.sharding.use_abstract_mesh(_NO_MESH):
@@ -61,9 +84,10 @@ def _constrained(jaxpr: Any, known: dict[int, bool]) -> bool:
 
 @dataclass
 class _Cleaner:
-    """Rewrites jaxprs; one that is shared stays shared."""
+    """Rewrites jaxprs; one that is shared stays shared. `depth` counts the loops and branches around what is rewritten."""
 
     done: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    depth: int = 0
     lines: list[str] = field(default_factory=list)
 
     def jaxpr(self, old: Any) -> Any:
@@ -84,11 +108,20 @@ class _Cleaner:
     def equation(self, e: Any, env: dict[Any, Any]) -> Any | None:
         operands = [_read(env, v) for v in e.invars]
         if e.primitive.name == "sharding_constraint":
-            self.lines.append(source_line(e))
-            env[e.outvars[0]] = operands[0]
-            return None
+            spec = _constraint(e)
+            if self.depth or spec is None:
+                self.lines.append(source_line(e))
+                env[e.outvars[0]] = operands[0]
+                return None
+            env[e.outvars[0]] = _fresh(e.outvars[0])
+            with jax.sharding.use_abstract_mesh(_NO_MESH):
+                context = type(e.ctx)()
+            return e.replace(primitive=pin_p, invars=operands, outvars=[env[e.outvars[0]]], params={"spec": spec}, ctx=context)
         env.update((v, _fresh(v)) for v in e.outvars)
+        inside = opened(e) is None
+        self.depth += inside
         params = {k: self.parameter(v) for k, v in e.params.items()}
+        self.depth -= inside
         with e.ctx.manager, jax.sharding.use_abstract_mesh(_NO_MESH):
             context = type(e.ctx)()
         return e.replace(invars=operands, outvars=[env[v] for v in e.outvars], params=params, ctx=context)
@@ -177,6 +210,8 @@ def dtype_name(dtype: Any) -> str:
 def bind(equation: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Apply a traced equation's primitive with other operands and parameters, in its own context; always a list of results."""
     primitive = equation.primitive
+    if primitive is pin_p:
+        return list(operands)
     params = primitive.get_bind_params(params)
     with equation.ctx.manager:
         out = primitive.bind(*operands, **params)

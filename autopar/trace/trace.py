@@ -47,8 +47,8 @@ def trace(
 ) -> Traced:
     """Trace `function` at these arguments (arrays or `jax.ShapeDtypeStruct`). Nothing is executed.
 
-    `axes` are the mesh axes (name -> size) that sharding constraints in the function may name. Constraints are read and dropped; the
-    roles' notes say which. Raises `TraceError` when the function raises, with the original error as its cause.
+    `axes` are the mesh axes (name -> size) that sharding constraints in the function may name. Constraints become pins,
+    but for those within loops and branches, which the roles' notes list. Raises `TraceError` when the function raises, with the original error as its cause.
     """
     leaves, signature = arguments.split(args, kwargs or {}, static_argnums, static_argnames)
     flat = arguments.FlatFunction(function, signature)
@@ -95,7 +95,8 @@ def _check_supported(graph: Graph) -> None:
 
 
 def _dropped(line: str) -> str:
-    return f"the sharding constraint at {line or 'an unknown line'} is not used: the plan decides; `pins` fixes the sharding of arguments"
+    where = line or "an unknown line"
+    return f"the sharding constraint at {where} is inside a loop or branch and not used: the plan decides; `pins` fixes arguments"
 
 
 def _shapes(signature: arguments.Signature) -> str:

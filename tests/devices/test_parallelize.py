@@ -18,6 +18,7 @@ import autopar.compiler
 import cost_models
 from autopar import InfeasibleError, MeshError, Options, PlanError, StateError, UsageError
 from autopar.runtime.verify import compiled_memory
+from autopar.trace.trace import trace
 
 AXES = ("data", "model")
 LOAD = cost_models.load_cluster
@@ -193,7 +194,21 @@ def test_constraints_inside_the_step(kind, around):
     assert_close((state, metrics), one_device())
     plan = step.plan(create(), examples())
     assert_cuts(plan)
-    assert len([note for note in plan.notes if "constraint" in note and "test_parallelize.py" in note]) == 2
+    assert len([note for note in plan.notes if "constraint" in note and "test_parallelize.py" in note]) == 1
+
+
+def test_a_constraint_is_kept_by_the_plan():
+    def step(w, x):
+        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), P("model", None))
+        return w + hidden.sum(), hidden
+
+    weights, rows = jnp.ones((16, 16)), jnp.ones((32, 16))
+    mesh = mesh_of(AxisType.Auto)
+    plan = autopar.plan(step, (weights, rows), mesh)
+    ops = trace(step, (weights, rows), axes=dict(mesh.shape)).graph.ops
+    (pin,) = [i for i, op in enumerate(ops) if op.primitive == "pin"]
+    assert dict(plan.sharding.strategies[pin].cuts) == {"i0": ("model",)}
+    assert_close(autopar.parallelize(step, mesh)(weights, rows), (weights + jnp.tanh(rows @ weights).sum(), jnp.tanh(rows @ weights)))
 
 
 def test_a_constraint_that_names_its_own_mesh():

@@ -132,10 +132,18 @@ def test_the_gradient_of_a_constraint_is_dropped_too():
     assert "sharding_constraint" not in primitives(traced)
 
 
+def test_a_constraint_outside_of_loops_is_a_pin_with_its_axes_by_dimension():
+    def step(x):
+        return jax.lax.with_sharding_constraint(x, P("data", ("model",))) + 1
+
+    (pin, _) = trace(step, (jnp.ones((8, 8)),), axes=AXES).graph.ops
+    assert pin.primitive == "pin" and pin.param("spec") == (("data",), ("model",))
+
+
 def test_constraints_that_name_a_mesh_need_no_axes():
     sharding = NamedSharding(Mesh([jax.devices()[:4]], ("a", "b")), P("b"))
     traced = trace(lambda x: jax.lax.with_sharding_constraint(x, sharding) + 1, (X,))
-    assert primitives(traced) == ["add"]
+    assert primitives(traced) == ["pin", "add"]
 
 
 def test_an_unknown_axis_is_an_error_that_names_the_known_ones():

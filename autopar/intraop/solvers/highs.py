@@ -260,7 +260,7 @@ def _repaired(branch: Branch, choice: tuple[int, ...]) -> tuple[tuple[int, ...],
 
 
 def _offer_cheapest(branch: Branch, deadline: float) -> None:
-    """Offers what is found near the cheapest strategy of each node; with side columns, that or the strategies that hold least."""
+    """Offers what is found near the cheapest strategy of each node."""
     problem = branch.problem
     cheapest = tuple(int(p) for p in choice_of(problem, -branch.model.cost))
     if not branch.model.num_side:
@@ -268,19 +268,9 @@ def _offer_cheapest(branch: Branch, deadline: float) -> None:
         if near is not None:
             branch.take(near, np.zeros(0), branch.judge(near, np.zeros(0)))
         return
-    for choice in (cheapest, _leanest(problem)):
-        side = branch.settle(choice)
-        if side is not None:
-            branch.take(choice, side, branch.judge(choice, side))
-            return
-
-
-def _leanest(problem: Problem) -> tuple[int, ...]:
-    """For each node the strategy with the least bytes, summed over time."""
-    held = [np.zeros(len(cost)) for cost in problem.node_costs]
-    for usage in problem.usages:
-        held[usage.node] += usage.nbytes * (usage.stop - usage.start)
-    return tuple(int(np.argmin(nbytes)) for nbytes in held)
+    side = branch.settle(cheapest)
+    if side is not None:
+        branch.take(cheapest, side, branch.judge(cheapest, side))
 
 
 def _least_bytes(problem: Problem, deadline: float, log: Log) -> Branch:
