@@ -55,7 +55,7 @@ class Options:
     pad_state: bool = False
     microbatch_statistics: bool = False
     solver: str = "highs"
-    time_limit_s: float | None = None
+    time_limit_s: float | None = 120.0
     gap: float = 1e-4
     emitter: str = "shard_map"
 

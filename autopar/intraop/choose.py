@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar import costs
 from autopar.costs import Pricer
-from autopar.errors import CheckError, InfeasibleError
+from autopar.errors import CheckError, InfeasibleError, SolverError
 from autopar.intraop import solvers
 from autopar.intraop.enumerate import Layout, Pins, Shape, enumerate_problem
 from autopar.intraop.evaluate import Infeasible, evaluate, live_at
@@ -115,10 +115,14 @@ def choose(
     clock: Callable[[], float],
     as_written: bool = False,
 ) -> tuple[Chosen, tuple[tuple[str, float], ...]]:
-    """The best plan over `meshes`, and the objective on each. Raises the least bad `InfeasibleError` when none fits."""
+    """The best plan over `meshes`, and the objective on each (infinite where none was found).
+
+    Raises the least bad `InfeasibleError` when none fits, `SolverError` when time ran out everywhere.
+    """
     found: list[Chosen] = []
     tried: list[tuple[str, float]] = []
     refused: list[InfeasibleError] = []
+    unanswered: list[SolverError] = []
     for mesh in meshes:
         pricer = Pricer(cluster, mesh, as_written)
         try:
@@ -127,9 +131,16 @@ def choose(
             refused.append(error)
             tried.append((str(mesh), float("inf")))
             continue
+        except SolverError as error:
+            progress(f"mesh {mesh}: {error}")
+            unanswered.append(error)
+            tried.append((str(mesh), float("inf")))
+            continue
         found.append(chosen)
         tried.append((str(mesh), chosen.price.total_s))
         progress(f"mesh {mesh}: {chosen.price.total_s * 1e3:.3f} ms, {chosen.solve.status}, gap {chosen.solve.gap:.2g}")
+    if not found and unanswered:
+        raise unanswered[0]
     if not found:
         raise min(refused, key=lambda e: e.peak_bytes)
     best = min(found, key=lambda c: c.price.total_s)
@@ -176,6 +187,9 @@ def _node_words(layout: Layout, node: int) -> str:
 def _infeasible(error: Infeasible, problem: Problem, layout: Layout) -> InfeasibleError:
     """The solver's refusal in the user's terms: the least possible peak, what is live there, what to do."""
     budget = int(problem.budget or 0)
+    if error.peak_bytes is not None and error.solution is None:
+        text = f"no plan that fits {budget:,} bytes was found in the time given on mesh ({layout.mesh}). Give more with `time_limit_s`."
+        return InfeasibleError(text, peak_bytes=int(error.peak_bytes), budget_bytes=budget)
     if error.peak_bytes is None or error.solution is None:
         return InfeasibleError(f"no plan satisfies the constraints on mesh ({layout.mesh}): {error}. Loosen the pins.", budget_bytes=budget)
     peak = int(-(-error.peak_bytes // 1))
@@ -189,9 +203,10 @@ def _infeasible(error: Infeasible, problem: Problem, layout: Layout) -> Infeasib
         f"use about {needed} devices of this kind instead of {layout.mesh.num_devices}",
         "use a smaller batch, or wrap layers in jax.checkpoint",
     )
+    least = "is" if error.proven else "found is"
     largest = "; ".join(f"{what}: {nbytes:,} bytes" for what, nbytes in items[:5])
     return InfeasibleError(
-        f"no plan on mesh ({layout.mesh}) fits {budget:,} bytes per device: the least peak is {peak:,} bytes{where}. "
+        f"no plan on mesh ({layout.mesh}) fits {budget:,} bytes per device: the least peak {least} {peak:,} bytes{where}. "
         f"Live there: {largest}. To make it fit: {'; or '.join(suggestions)}.",
         peak_bytes=peak,
         budget_bytes=budget,

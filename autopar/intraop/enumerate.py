@@ -122,6 +122,7 @@ class _Enumerator:
         self.tied = {o: self.graph.inputs[i] for i, o in shape.carried}
         self.vectors: dict[Any, Vector] = {}
         self.interned: dict[Vector, Vector] = {}
+        self.nbytes: dict[Any, Floats] = {}
         self.graphs: dict[Any, StateGraph] = {}
         self.last_phase = [op.phase for op in self.graph.ops] + ["update"]
 
@@ -366,10 +367,17 @@ class _Enumerator:
             if self.graph.avals[v].nbytes <= self.small or not self._in_memory(v):
                 continue
             start, stop = self._interval(v, value)
-            nbytes = np.array([s.local_bytes(self.graph.avals[v], self.mesh, self.pricer.as_written) for s in value.vector], float)
+            nbytes = self._local_bytes(value.vector, self.graph.avals[v])
             key = (value.node, start, stop)
             total[key] = total[key] + nbytes if key in total else nbytes
         return [Usage(node, start, stop, nbytes) for (node, start, stop), nbytes in total.items()]
+
+    def _local_bytes(self, vector: Vector, aval: Aval) -> Floats:
+        """Bytes on one device by choice."""
+        key = (id(vector), aval.shape, aval.dtype)
+        if key not in self.nbytes:
+            self.nbytes[key] = np.array([s.local_bytes(aval, self.mesh, self.pricer.as_written) for s in vector], float)
+        return self.nbytes[key]
 
     def _in_memory(self, v: int) -> bool:
         p = self.graph.producer.get(v)

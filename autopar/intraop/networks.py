@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.intraop.states import Arc, StateGraph
 from autopar.ir.graph import Aval
-from autopar.ir.problem import Floats, SideColumns, SideRows
+from autopar.ir.problem import Floats, Ints, SideColumns, SideRows
 from autopar.ir.sharding import TensorSharding
 
 Vector = tuple[TensorSharding, ...]
@@ -51,7 +51,7 @@ class Member:
 class Network:
     """The conversions of equal values: one flow problem, `len(members)` times.
 
-    `columns` gives, for each opening, its layer, its arc (None for waiting) and state.
+    `held` values are still there as they were made when they are first read late.
     """
 
     producer: int
@@ -62,6 +62,7 @@ class Network:
     graph: StateGraph
     layers: int
     held: bool
+    intervals: dict[object, tuple[Ints, Ints]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class SideBuilder:
     cost: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
-    usage: list[tuple[int, int, int, float]] = field(default_factory=list)
+    usage: list[tuple[int, Ints, Ints, float]] = field(default_factory=list)
     row: list[int] = field(default_factory=list)
     column: list[int] = field(default_factory=list)
     value: list[float] = field(default_factory=list)
@@ -118,15 +119,16 @@ class SideBuilder:
         return self.num_choices + index
 
     def finish(self) -> tuple[SideColumns, SideRows]:
-        usage = np.array(self.usage, dtype=np.float64).reshape(-1, 4)
+        counts = np.array([len(starts) for _, starts, _, _ in self.usage], dtype=np.int64)
+        empty = [np.zeros(0, np.int64)]
         columns = SideColumns(
             np.array(self.cost, dtype=np.float64),
             np.array(self.upper, dtype=np.float64),
             np.array(self.integer, dtype=bool),
-            usage[:, 0].astype(np.int64),
-            usage[:, 1].astype(np.int64),
-            usage[:, 2].astype(np.int64),
-            usage[:, 3],
+            np.repeat(np.array([column for column, _, _, _ in self.usage], dtype=np.int64), counts),
+            np.concatenate([starts for _, starts, _, _ in self.usage] or empty),
+            np.concatenate([stops for _, _, stops, _ in self.usage] or empty),
+            np.repeat(np.array([nbytes for _, _, _, nbytes in self.usage], dtype=np.float64), counts),
         )
         rows = SideRows(
             np.array(self.row, dtype=np.int64),
@@ -188,17 +190,17 @@ def _openings(network: Network, builder: SideBuilder) -> tuple[Opening, ...]:
         arcs = g.useful(sources, frozenset(g.index[s] for s in network.users[0].vector))
     else:
         arcs = g.lean
-    several = len(network.users) > 1
+    whole = len(network.users) > 1 or network.layers == 2
     found = []
     used = {a.head for a in arcs} | sources
     for layer in range(network.layers):
         for a in arcs:
             if a.tail in used:
-                found.append(Opening(layer, a.head, a, builder.add_column(a.seconds * count, several)))
+                found.append(Opening(layer, a.head, a, builder.add_column(a.seconds * count, whole)))
     if network.layers == 2:
-        found.extend(Opening(LATE, s, None, builder.add_column(0.0, several)) for s in sorted(used))
+        found.extend(Opening(LATE, s, None, builder.add_column(0.0, whole)) for s in sorted(used))
         if network.held:
-            found.extend(Opening(LATE, s, None, builder.add_column(0.0, several), True) for s in sorted(sources))
+            found.extend(Opening(LATE, s, None, builder.add_column(0.0, whole), True) for s in sorted(sources))
     return tuple(found)
 
 
@@ -213,17 +215,26 @@ def _charge(network: Network, opening: Opening, builder: SideBuilder, nbytes: in
     """Memory of the form that an opening makes or keeps, for each member."""
     if nbytes <= small:
         return
-    for m in network.members:
-        if opening.held:
-            start, stop = m.held + 1, m.last + 1
-        elif opening.arc is None:
-            start, stop = m.early + 1, m.last + 1
-        elif network.layers == 2 and opening.layer == EARLY:
-            start, stop = max(m.made, 0), m.early + 1
-        else:
-            start, stop = m.late, m.last + 1
-        if start < stop:
-            builder.usage.append((opening.column, start, stop, float(nbytes)))
+    starts, stops = _intervals(network)["held" if opening.held else "wait" if opening.arc is None else opening.layer]
+    if len(starts):
+        builder.usage.append((opening.column, starts, stops, float(nbytes)))
+
+
+def _intervals(network: Network) -> dict[object, tuple[Ints, Ints]]:
+    """When a form is there, over all members: held as it was made beyond its own uses, waiting, made early, made late."""
+    if not network.intervals:
+        made, early, late, last, held = (
+            np.array([getattr(m, name) for m in network.members], dtype=np.int64) for name in ("made", "early", "late", "last", "held")
+        )
+        in_two = network.layers == 2
+        spans = {
+            "held": (held + 1, last + 1),
+            "wait": (early + 1, last + 1),
+            EARLY: (np.maximum(made, 0), early + 1) if in_two else (late, last + 1),
+            LATE: (late, last + 1),
+        }
+        network.intervals.update({kind: (a[a < b], b[a < b]) for kind, (a, b) in spans.items()})
+    return network.intervals
 
 
 def _conserve(network: Network, user: User, flow: dict[Opening, int], builder: SideBuilder) -> None:

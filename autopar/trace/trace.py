@@ -47,8 +47,8 @@ def trace(
 ) -> Traced:
     """Trace `function` at these arguments (arrays or `jax.ShapeDtypeStruct`). Nothing is executed.
 
-    `axes` are the mesh axes (name -> size) that sharding constraints in the function may name. Constraints become pins,
-    but for those within loops and branches, which the roles' notes list. Raises `TraceError` when the function raises, with the original error as its cause.
+    `axes` are the mesh axes (name -> size) that sharding constraints in the function may name. Constraints become pins, but for those
+    within loops and branches, which the roles' notes list. Raises `TraceError` when the function raises, with its error as the cause.
     """
     leaves, signature = arguments.split(args, kwargs or {}, static_argnums, static_argnames)
     flat = arguments.FlatFunction(function, signature)

@@ -17,6 +17,16 @@ def _normal(random: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(random.standard_normal(shape) / shape[0] ** 0.5)
 
 
+def _descend(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """A step of gradient descent."""
+
+    def step(params: Any, *batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
 def perceptron() -> Case:
     """Two layers, adamw, clipping by global norm."""
     random = np.random.default_rng(1)
@@ -36,7 +46,7 @@ def perceptron() -> Case:
 
 
 def attention() -> Case:
-    """One causal layer with its residual: loss and gradients."""
+    """One causal layer with its residual."""
     random = np.random.default_rng(2)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -47,11 +57,11 @@ def attention() -> Case:
         return jnp.sum(jnp.tanh(x + jnp.einsum("bhsk,hkd->bsd", mixed, params["o"])) ** 2)
 
     params = {n: _normal(random, 24, 24, 3) for n in "qkv"} | {"o": _normal(random, 24, 3, 24)}
-    return jax.value_and_grad(loss), (params, _normal(random, 24, 24, 24))
+    return _descend(loss), (params, _normal(random, 24, 24, 24))
 
 
 def convolution() -> Case:
-    """A strided convolution, batch norm, pooling and a pixel-wise one: loss and gradients."""
+    """A strided convolution, batch norm, pooling and a pixel-wise one."""
     random = np.random.default_rng(3)
 
     def conv(x: jax.Array, w: jax.Array, stride: int) -> jax.Array:
@@ -66,11 +76,11 @@ def convolution() -> Case:
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1))
 
     params = {"first": _normal(random, 3, 3, 3, 24), "scale": jnp.ones(24), "second": _normal(random, 1, 1, 24, 24)}
-    return jax.value_and_grad(loss), (params, _normal(random, 24, 8, 8, 3), jnp.asarray(random.integers(0, 24, 24)))
+    return _descend(loss), (params, _normal(random, 24, 8, 8, 3), jnp.asarray(random.integers(0, 24, 24)))
 
 
 def experts() -> Case:
-    """An embedding, each token sent to its best expert, and the head tied to the embedding: loss and gradients."""
+    """An embedding, each token sent to its best expert, and the head tied to the embedding."""
     random = np.random.default_rng(4)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -90,7 +100,7 @@ def experts() -> Case:
         "up": _normal(random, 24, 24, 12),
         "down": _normal(random, 24, 12, 24),
     }
-    return jax.value_and_grad(loss), (params, jnp.asarray(random.integers(0, 48, 24)))
+    return _descend(loss), (params, jnp.asarray(random.integers(0, 48, 24)))
 
 
 STEPS: dict[str, Callable[[], Case]] = {f.__name__: f for f in (perceptron, attention, convolution, experts)}

@@ -64,7 +64,7 @@ def plan_by_hand() -> Plan:
         fingerprint="0123456789abcdef" * 4,
         target="gpt-demo",
         cluster={"name": "h100-sxm:1x8", "device": {"name": "h100", "memory_bytes": 80 * GIB}},
-        sharding=ShardingPlan(MESH, strategies, tuple(v.sharding for v in leaves), (), moves, frozenset({(7, 1), (5, 0)})),
+        sharding=ShardingPlan(MESH, strategies, tuple(v.sharding for v in leaves), (), moves, frozenset({(7, 1, 1), (5, 0, 2)})),
         inputs=leaves,
         outputs=(*inputs, scale, Leaf("loss", (), "float32", "output", TensorSharding(()))),
         collectives=(*gathers, reduce, scatter),

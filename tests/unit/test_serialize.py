@@ -66,7 +66,7 @@ def sharding_plans(draw, mesh):
     kinds = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "to_partial")
     move = st.builds(Move, st.sampled_from(kinds), subsets(mesh), st.integers(-1, 3), st.integers(-1, 3))
     moves = st.builds(PlannedMove, counts, move, shardings(mesh), shardings(mesh), words, st.integers(0, 1), st.integers(0, 1), counts)
-    pairs = st.frozensets(st.tuples(counts, counts), max_size=3)
+    pairs = st.frozensets(st.tuples(counts, counts, counts), max_size=3)
     return ShardingPlan(
         mesh, draw(some(strategy | passing)), draw(some(shardings(mesh))), draw(some(shardings(mesh))), draw(some(moves)), draw(pairs)
     )
@@ -113,7 +113,7 @@ def small_plan() -> Plan:
     weight = TensorSharding((("x",), ()))
     gather = Move("all_gather", ("x",), dim=0)
     move = PlannedMove(0, gather, weight, gather.apply(weight), "c0")
-    sharding = ShardingPlan(mesh, (Strategy((("b", ("y",)),)),), (weight,), (weight,), (move,), frozenset({(0, 1)}))
+    sharding = ShardingPlan(mesh, (Strategy((("b", ("y",)),)),), (weight,), (weight,), (move,), frozenset({(0, 1, 1)}))
     return Plan(
         fingerprint="f" * 64,
         target="mlp",
