@@ -45,8 +45,10 @@ def ran(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan) -> Ran:
 
 
 def possible(graph: Graph, rules: Sequence[ShardingRule], mesh: LogicalMesh) -> set[Pair]:
-    """(primitive, method) of every strategy that a forced plan may pick."""
-    return {pair for op, rule in zip(graph.ops, rules, strict=True) if not is_free(graph, op) for pair in _possible(graph, op, rule, mesh)}
+    """(primitive, method) of every strategy that a forced plan may pick; `whole` where there is nothing else."""
+    found = {pair for op, rule in zip(graph.ops, rules, strict=True) if not is_free(graph, op) for pair in _possible(graph, op, rule, mesh)}
+    cut = {primitive for primitive, method in found if method != "whole"}
+    return {(primitive, method) for primitive, method in found if method != "whole" or primitive not in cut}
 
 
 def _possible(graph: Graph, op: Op, rule: ShardingRule, mesh: LogicalMesh) -> Iterable[Pair]:

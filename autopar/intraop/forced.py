@@ -8,6 +8,7 @@ from functools import lru_cache
 from random import Random
 
 from autopar import costs
+from autopar.intraop.canonical import canonicalise
 from autopar.intraop.connect import connect
 from autopar.intraop.reshard import Price, border_shardings
 from autopar.intraop.strategies import enumerate_strategies
@@ -52,7 +53,7 @@ def random_plan(
     tied = {o: inputs[i] for i, o in carried}
     outputs = [tied.get(k) or _output(graph, o, mesh, random) for k, o in enumerate(graph.outputs)]
     _follow_users(graph, rules, mesh, strategies)
-    return connect(graph, rules, mesh, strategies, inputs, outputs, price)
+    return canonicalise(graph, rules, connect(graph, rules, mesh, strategies, inputs, outputs, price))
 
 
 @dataclass

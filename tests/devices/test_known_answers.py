@@ -93,10 +93,11 @@ def test_a_budget_below_replicated_state_keeps_the_state_cut_and_fits_by_the_com
 
 
 def test_weights_are_gathered_again_for_backward_when_memory_asks_for_it():
-    args = adamw_arguments(layers=8, width=512, batch=2048)
+    args = adamw_arguments(layers=6, width=512, batch=2048)
     cluster = cost_models.load_cluster("v5e:2x4")
-    free = autopar.plan(adamw_step, args, cluster)
-    tight = autopar.plan(adamw_step, args, cluster, options=autopar.Options(memory_bytes=int(free.predicted.peak_bytes * 0.65)))
+    free = autopar.plan(adamw_step, args, cluster, options=autopar.Options(axis_names=("x",)))
+    budget = int(free.predicted.peak_bytes * 0.8)
+    tight = autopar.plan(adamw_step, args, cluster, options=autopar.Options(axis_names=("x",), memory_bytes=budget))
     again = [c for c in tight.collectives if c.purpose.endswith("again")]
     assert not [c for c in free.collectives if c.purpose.endswith("again")] and again
     report = tight.verify(adamw_step, args, steps=2)

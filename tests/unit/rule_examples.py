@@ -166,7 +166,7 @@ def reductions() -> list[tuple[str, Callable, tuple]]:
         found.append((n, lambda a, n=n: getattr(lax, n)(a, axis=1), (x,)))
     found += [
         ("softmax", jax.grad(lambda a: (jax.nn.softmax(a) ** 2).sum()), (real(4, 6),)),
-        ("custom reduction", lambda a: lax.reduce(a, 1.0, lambda u, v: u * v + u, (1,)), (x,)),
+        ("custom reduction", lambda a: lax.reduce(a, 0.0, lambda u, v: u * v + u + v, (1,)), (x,)),
         ("sort", lambda a: jnp.sort(a, axis=1), (x,)),
         ("sort together", lambda a, b: lax.sort((a, b), dimension=0, num_keys=2), (whole(4, 2), real(4, 2))),
         ("top_k", lambda a: lax.top_k(a, 3), (x,)),
@@ -185,7 +185,7 @@ def windows() -> list[tuple[str, Callable, tuple]]:
         ("max pool", jax.grad(lambda a: (_pool(a, -jnp.inf, lax.max) ** 2).sum()), (x,)),
         ("min pool", lambda a: _pool(a, jnp.inf, lax.min), (x,)),
         ("mean pool", jax.grad(lambda a: (_pool(a, 0.0, lax.add, "SAME") ** 2).sum()), (real(4, 3, 5, 2),)),
-        ("custom pool", lambda a: _pool(a, 1.0, lambda u, v: u * v + v), (x,)),
+        ("custom pool", lambda a: _pool(a, 0.0, lambda u, v: u * v + u + v), (x,)),
         ("max pool tangents", lambda a: jax.jvp(lambda v: _pool(v, -jnp.inf, lax.max), (a,), (a,)), (x,)),
     ]
 

@@ -334,7 +334,8 @@ def layered_problem(seed: int, *, users=2, states=3, budget=None) -> Problem:
     for tail, head, cost in openings:
         column = builder.add_column(cost, users > 1)
         start = 0 if head < states else 4 if tail >= states else 2
-        builder.usage.append((column, start, 2 if head < states else 6 if tail >= states else 4, float(rng.integers(1, 40))))
+        stop = 2 if head < states else 6 if tail >= states else 4
+        builder.usage.append((column, np.array([start]), np.array([stop]), float(rng.integers(1, 40))))
     made_in = rng.integers(0, states, strategies)
     for k in range(users):
         layer = layers - 1 if k == users - 1 else 0
