@@ -101,12 +101,11 @@ class Program:
 
 
 def zoo(name: str, dtype: str = "float64", **overrides: Any) -> Program:
-    """A model of the zoo, by default as small as in `SMALL`."""
-    shape = {**SMALL.get(name, {}), **overrides}
-    optimizer = "adamw" if dtype == "float64" else _GRADIENTS
+    """A model of the zoo, by default as small as in `SMALL`, with adamw or, in narrow dtypes, its gradients laid open."""
+    shape = {"optimizer": "adamw" if dtype == "float64" else _GRADIENTS, **SMALL.get(name, {}), **overrides}
     with jax.enable_x64(dtype == "float64"):
         held = "float64" if dtype == "float64" else "float32"
-        step, args = models.build(name, abstract=False, dtype=dtype, param_dtype=held, optimizer=optimizer, **shape)
+        step, args = models.build(name, abstract=False, dtype=dtype, param_dtype=held, **shape)
     truth = _truth(name, shape, args) if dtype == "bfloat16" else ()
     return program(name, step, args, dtype, truth)
 
@@ -129,7 +128,7 @@ def program(name: str, step: Callable[..., Any], args: Sequence[Any], dtype: str
 def _truth(name: str, shape: Mapping[str, Any], args: Any) -> Leaves:
     """What the step gives in float64 from the same numbers."""
     with jax.enable_x64(True):
-        step, specs = models.build(name, dtype="float64", param_dtype="float64", optimizer=_GRADIENTS, **shape)
+        step, specs = models.build(name, dtype="float64", param_dtype="float64", **shape)
         traced = trace(step, specs)
         leaves = [x.astype(s.dtype) for x, s in zip(jax.tree.leaves(args), jax.tree.leaves(specs), strict=True)]
         return _steps(traced, _compiled(traced, leaves), leaves, 1)[0]

@@ -37,7 +37,7 @@ def canonicalise(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan
 def _wanted(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan) -> dict[int, set[_Form]]:
     """Value -> the forms that ops and outputs read."""
     uses = needs(graph, rules, plan.strategies, plan.outputs)
-    return {value: {(s, int((i, k) in plan.regenerated)) for i, k, s in of} for value, of in uses.items()}
+    return {value: {(s, plan.generation(i, k)) for i, k, s in of} for value, of in uses.items()}
 
 
 @dataclass
