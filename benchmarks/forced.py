@@ -43,6 +43,7 @@ MESHES = ((8,), (2, 4), (3,), (1,))
 AXES = ("x", "y", "z")
 HALF = 0.5
 _TRIES = 20
+_SPARE = 1.1
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,13 @@ def _random(program: Program, pricer: Pricer, seed: int) -> ShardingPlan:
 
 
 def _least(program: Program, cluster: Any, mesh: LogicalMesh, kind: str) -> int | None:
-    """For tight memory, the smallest budget for which there is a plan."""
+    """For tight memory, a little more than the smallest budget for which there is a plan."""
     if kind != "tight-memory":
         return None
     try:
         compile_plan(Compilation(program.traced, cluster, (mesh,), Options(memory_bytes=1)))
     except InfeasibleError as error:
-        return error.peak_bytes
+        return int(error.peak_bytes * _SPARE)
     return 1
 
 

@@ -60,7 +60,7 @@ def lower(
     elif acts_on_host(op) and place.mesh.num_devices > 1:
         results = once(bind, op, params, operands, place)
     else:
-        params, operands = _widened(op.primitive, params, operands) if wide else (params, operands)
+        params, operands = _widened(op.primitive, params, operands, place.platform) if wide else (params, operands)
         shapes = [tuple(jnp.shape(x)) for x in operands], [shape for shape, _ in expected]
         local = localise(op.primitive, params, rule, strategy, place.mesh, *shapes)
         call = Call(op.primitive, bind, local, params, rule, strategy, tuple(avals_in), shapes[1], place, wide)
@@ -110,17 +110,19 @@ def _method(op: Op, rule: ShardingRule, strategy: Strategy) -> str:
     return found.pop() if found else "plain"
 
 
-def _widened(primitive: str, params: dict[str, Any], operands: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
+def _widened(primitive: str, params: dict[str, Any], operands: Sequence[Any], platform: str) -> tuple[dict[str, Any], list[Any]]:
     """Parameters and operands for computing in float32 what would be a partial sum of narrow floats.
 
-    Products of narrow operands are accumulated wide without widening the operands; what only moves elements widens them after.
+    Products of narrow operands are accumulated wide without widening the operands; what only moves elements widens them after. On CPUs
+    the operands of products are widened too: XLA has no code there for a transposed product of bfloat16 that gives float32.
     """
     float32 = jnp.dtype("float32")
     forced = {"preferred_element_type"} if primitive in _PRODUCTS else set()
     named = {k for k in ("new_dtype", "out_dtype") if params.get(k) is not None and _narrow(params[k])}
     params = params | {k: float32 for k in named | {k for k in forced if params[k] is None or _narrow(params[k])}}
     dtypes = {jnp.result_type(x) for x in operands if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
-    if len(dtypes) <= 1 and primitive in (*_PRODUCTS, *_WIDEN_AFTER):
+    narrow_first = _WIDEN_AFTER if platform == "cpu" else (*_PRODUCTS, *_WIDEN_AFTER)
+    if len(dtypes) <= 1 and primitive in narrow_first:
         return params, list(operands)
     return params, [jnp.asarray(x, float32) if _narrow(jnp.result_type(x)) else x for x in operands]
 

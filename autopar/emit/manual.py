@@ -80,7 +80,7 @@ class _Device:
 
     def __post_init__(self) -> None:
         plan = self.emission.plan
-        self.place = Place(plan.mesh, axis_index)
+        self.place = Place(plan.mesh, axis_index, self.platform)
         self.moves: dict[_Form, PlannedMove] = {(m.value, m.target, m.generation): m for m in plan.moves}
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:

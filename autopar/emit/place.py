@@ -17,10 +17,11 @@ Bind = Callable[[dict[str, Any], Sequence[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a device stands: `index(axes)` is its row-major position along these axes, traced or a number."""
+    """Where a device stands: `index(axes)` is its row-major position along these axes, traced or a number. `platform` as JAX names it."""
 
     mesh: LogicalMesh
     index: Callable[[tuple[str, ...]], Any]
+    platform: str = ""
 
 
 @dataclass(frozen=True)
