@@ -7,7 +7,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/stamp-$(shell git hash-object pyproject.toml)
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check lint types layers notebooks clean
+.PHONY: demo test test-slow test-exhaustive check lint types layers notebooks clean
 
 demo: $(STAMP)
 	$(BIN)/autopar demo
@@ -17,6 +17,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(TESTS)
+
+test-exhaustive: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) -m exhaustive $(TESTS)
 
 check: lint types layers notebooks
 

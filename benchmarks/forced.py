@@ -27,7 +27,7 @@ from autopar.costs import Pricer
 from autopar.emit.compare import CollectiveCheck, compare_collectives
 from autopar.emit.hlo import read_collectives
 from autopar.emit.manual import Emission
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, SolverError
 from autopar.intraop.forced import cut_share, random_plan
 from autopar.intraop.price import collectives
 from autopar.ir.check import check_plan
@@ -43,7 +43,8 @@ MESHES = ((8,), (2, 4), (3,), (1,))
 AXES = ("x", "y", "z")
 HALF = 0.5
 _TRIES = 20
-_SPARE = 1.1
+_SHARES = (0.6, 0.8, 0.95)
+_PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def plan_for(program: Program, mesh: LogicalMesh, kind: str, seed: int) -> tuple
         pricer = Pricer(cost_models.load_cluster(f"fast-link:{mesh.num_devices}"), mesh)
         return _random(program, pricer, seed), pricer
     cluster = cost_models.load_cluster(f"{'host' if kind == 'optimum' else kind}:{mesh.num_devices}", measure=False)
-    compilation = Compilation(program.traced, cluster, (mesh,), Options(memory_bytes=_least(program, cluster, mesh, kind)))
+    compilation = Compilation(program.traced, cluster, (mesh,), Options(memory_bytes=_tight(program, cluster, mesh, kind)))
     chosen = compile_plan(compilation).chosen
     assert chosen is not None
     return chosen.plan, chosen.pricer
@@ -98,15 +99,20 @@ def _random(program: Program, pricer: Pricer, seed: int) -> ShardingPlan:
     return plan
 
 
-def _least(program: Program, cluster: Any, mesh: LogicalMesh, kind: str) -> int | None:
-    """For tight memory, a little more than the smallest budget for which there is a plan."""
+def _tight(program: Program, cluster: Any, mesh: LogicalMesh, kind: str) -> int | None:
+    """For tight memory, the smallest share of what the plan takes freely for which a plan is found."""
     if kind != "tight-memory":
         return None
-    try:
-        compile_plan(Compilation(program.traced, cluster, (mesh,), Options(memory_bytes=1)))
-    except InfeasibleError as error:
-        return int(error.peak_bytes * _SPARE)
-    return 1
+    free = compile_plan(Compilation(program.traced, cluster, (mesh,), Options())).plan
+    assert free is not None
+    for share in _SHARES:
+        budget = int(free.predicted.peak_bytes * share)
+        try:
+            compile_plan(Compilation(program.traced, cluster, (mesh,), Options(memory_bytes=budget, time_limit_s=_PATIENCE_S)))
+        except (InfeasibleError, SolverError):
+            continue
+        return budget
+    return free.predicted.peak_bytes
 
 
 def check(program: Program, plan: ShardingPlan, pricer: Pricer) -> tuple[tuple[float, str], CollectiveCheck]:

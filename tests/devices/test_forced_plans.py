@@ -102,7 +102,7 @@ def test_a_hundred_random_plans_are_planned():
     assert PLANS.keys() == SMALL.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PLANS)
 def test_random_plans_of_every_model_run_as_planned(name, capsys):
     """A way of running that the model's rules allow and that no plan took fails, too. Most plans are of a step with little update."""
@@ -121,13 +121,20 @@ def test_random_plans_of_every_model_run_as_planned(name, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["optimum", "slow-link", "fast-link"])
+@pytest.mark.parametrize("name", ["mlp-tiny", "gpt-tiny", "llama-tiny"])
+def test_the_optimum_of_a_model_runs_as_planned(name, kind):
+    assert_agrees(zoo(name), (2, 4), kind)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["optimum", "slow-link", "fast-link", "tight-memory"])
 @pytest.mark.parametrize("name", SMALL)
 def test_the_optimum_of_every_model_runs_as_planned(name, kind):
     assert_agrees(zoo(name), (2, 4), kind)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SMALL)
 def test_narrower_dtypes_stay_within_their_rounding(name, dtype):
