@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -115,20 +115,24 @@ def _tight(program: Program, cluster: Any, mesh: LogicalMesh, kind: str) -> int 
     return free.predicted.peak_bytes
 
 
+def executable(program: Program, plan: ShardingPlan, compiler_options: Mapping[str, Any] = QUICK) -> Executable:
+    """The plan for the first devices here."""
+    emission = Emission(program.traced.graph, program.traced.program, program.rules, plan)
+    return Executable(program.traced, emission, make_mesh(plan.mesh), True, compiler_options=compiler_options)
+
+
 def check(program: Program, plan: ShardingPlan, pricer: Pricer) -> tuple[tuple[float, str], CollectiveCheck]:
     """The worst leaf over all steps, and planned against compiled collectives."""
     graph = program.traced.graph
     check_plan(graph, program.rules, plan)
-    executable = Executable(
-        program.traced, Emission(graph, program.traced.program, program.rules, plan), make_mesh(plan.mesh), True, compiler_options=QUICK
-    )
+    run = executable(program, plan)
     owned, leaves, worst = Owned(), list(program.leaves), (0.0, "")
     for step in range(len(program.expected)):
-        outputs = executable(leaves, owned)
+        outputs = run(leaves, owned)
         worst = max(worst, program.error(step, outputs))
         leaves = fed_back(program.traced, leaves, outputs)
-    platform = executable.mesh.devices.flat[0].platform
-    compiled = read_collectives(executable.compiled.as_text())
+    platform = run.mesh.devices.flat[0].platform
+    compiled = read_collectives(run.compiled.as_text())
     return worst, compare_collectives(collectives(graph, plan, pricer), compiled, platform, plan.mesh)
 
 

@@ -56,8 +56,9 @@ _GRADIENTS = keeps_gradients()
 class Program:
     """A traced step with its arguments, and by step the outputs of one device.
 
-    `floors[n][k]` is how far rounding the state alone moves output k of step n. `truth` are the outputs of the first step in float64,
-    for narrower dtypes.
+    `floors[n][k]` is the least size that output k of step n is compared with. It is 0, except where rounding the state alone moves the
+    output about as far as the bar allows: a gradient that is zero but for rounding, and what adam makes of it. `truth` are, for
+    bfloat16, the outputs of the first step in float64.
     """
 
     name: str
@@ -83,11 +84,8 @@ class Program:
         if self.dtype == "bfloat16":
             return self._ratio(outputs), "all gradients"
         order = np.inf if self.dtype == "float64" else 2
-        names, scale = self.traced.graph.output_names, 1 / self.bar
-        found = [
-            (_relative(a, e, floor * scale, order), name)
-            for name, a, e, floor in zip(names, outputs, self.expected[step], self.floors[step], strict=True)
-        ]
+        rows = zip(self.traced.graph.output_names, outputs, self.expected[step], self.floors[step], strict=True)
+        found = [(_relative(a, e, floor, order), name) for name, a, e, floor in rows]
         return max(found, default=(0.0, ""))
 
     def _ratio(self, outputs: Leaves) -> float:
@@ -121,7 +119,8 @@ def program(name: str, step: Callable[..., Any], args: Sequence[Any], dtype: str
         expected = _steps(traced, run, leaves, steps)
         shaken = _steps(traced, run, _shaken(traced, leaves), steps)
     order = np.inf if dtype == "float64" else 2
-    floors = tuple(tuple(_floor(a, b, order) for a, b in zip(x, y, strict=True)) for x, y in zip(expected, shaken, strict=True))
+    bar = BARS[dtype]
+    floors = tuple(tuple(_floor(a, b, order, bar) for a, b in zip(x, y, strict=True)) for x, y in zip(expected, shaken, strict=True))
     return Program(name, dtype, traced, rules, leaves, expected, floors, truth)
 
 
@@ -191,8 +190,11 @@ def _norm(x: np.ndarray, order: float) -> float:
     return float(np.linalg.norm(np.ravel(x), order)) if x.size else 0.0
 
 
-def _floor(a: Any, b: Any, order: float) -> float:
-    return 2 * _norm(_numbers(a) - _numbers(b), order) if jnp.issubdtype(a.dtype, jnp.inexact) else 0.0
+def _floor(a: Any, shaken: Any, order: float, bar: float) -> float:
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return 0.0
+    noise = _norm(_numbers(a) - _numbers(shaken), order)
+    return 20 * noise / bar if 10 * noise > bar * _norm(_numbers(a), order) else 0.0
 
 
 def _relative(actual: Any, expected: Any, floor: float, order: float) -> float:

@@ -52,7 +52,8 @@ class _Forms:
         """Add a move; one that starts from a mere renaming starts from what was renamed instead, and renames after."""
         if (m.target, m.generation) in self.there:
             return
-        twin = self.twins.get((m.source, m.source_generation))
+        renames = m.move.kind == "to_partial" and m.move.reduction != "sum"
+        twin = None if renames else self.twins.get((m.source, m.source_generation))
         if twin is not None and not set(twin.move.axes) & set(m.move.axes) and m.gate < 0 and m.generation == twin.generation:
             between = m.move.apply(twin.source)
             self.add(replace(m, source=twin.source, target=between, source_generation=twin.source_generation))

@@ -6,13 +6,15 @@ from collections import Counter
 from functools import cache
 
 import jax
+import numpy as np
 import pytest
 import rule_examples
 from small_steps import STEPS
 
+from autopar.emit.hlo import read_collectives
 from autopar.intraop.forced import cut_share
 from benchmarks import coverage, forced
-from benchmarks.programs import SMALL, Program, program, zoo
+from benchmarks.programs import QUICK, SMALL, Program, program, zoo
 
 EVERY_MESH = ((2, 4), (3,), (8,))
 PLANS = {
@@ -62,6 +64,28 @@ def test_the_optimum_of_a_small_step_runs_as_planned(name):
 def test_on_a_mesh_of_one_device_a_random_plan_cuts_nothing():
     row = assert_agrees(small("perceptron"), (1,), "random")
     assert (row.cut_share, row.planned) == (0, 0)
+
+
+def test_a_wrong_factor_in_any_leaf_shows():
+    subject = small("perceptron")
+    outputs = list(subject.expected[0])
+    assert subject.error(0, outputs)[0] == 0
+    for k, name in enumerate(subject.traced.graph.output_names):
+        wrong = [np.asarray(x) * 2 if i == k else x for i, x in enumerate(outputs)]
+        error, worst = subject.error(0, wrong)
+        assert error > 0.4 and worst == name
+
+
+def test_code_that_is_compiled_fast_has_the_same_collectives():
+    subject = small("attention")
+    plan, _ = forced.plan_for(subject, forced.logical((3,)), "random", 0)
+    found = []
+    with subject.mode:
+        for options in (QUICK, {}):
+            compiled = forced.executable(subject, plan, options).compiled
+            found.append([(c.kind, c.ids, c.nbytes, c.groups) for c in read_collectives(compiled.as_text())])
+    assert sorted(found[0]) == sorted(found[1])
+    assert found[0]
 
 
 def test_random_plans_are_the_same_for_the_same_seed_and_differ_between_seeds():
