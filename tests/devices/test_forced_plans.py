@@ -28,6 +28,8 @@ PLANS = {
     "t5-tiny": 3,
 }
 """Random plans of each model on each mesh, fewer where compiling takes long."""
+LONG = "unet-tiny"
+"""With adamw it has more than four thousand ops."""
 MORE_SEEDS = range(1000, 1200)
 NOT_UNDER_SHARD_MAP = ("mulhi",)
 """JAX itself cannot compile these under `shard_map`."""
@@ -132,7 +134,7 @@ def test_random_plans_of_every_model_run_as_planned(name, capsys):
     """A way of running that the model's rules allow and that no plan took fails, too. Most plans are of a step with little update."""
     seen: coverage.Ran = Counter()
     found = []
-    for optimizer, seeds in ("adamw", range(1)), ("sgd", range(1, PLANS[name])):
+    for optimizer, seeds in ("adamw", range(name != LONG)), ("sgd", range(name != LONG, PLANS[name])):
         subject = zoo(name, optimizer=optimizer)
         found += [forced.row(subject, sizes, "random", seed, seen) for sizes in EVERY_MESH for seed in seeds]
     wanted = coverage.possible(subject.traced.graph, subject.rules, forced.logical(EVERY_MESH[0]))
@@ -155,7 +157,7 @@ def test_the_optimum_of_a_model_runs_as_planned(name, kind):
 @pytest.mark.parametrize("kind", ["optimum", "slow-link", "fast-link", "tight-memory"])
 @pytest.mark.parametrize("name", SMALL)
 def test_the_optimum_of_every_model_runs_as_planned(name, kind):
-    assert_agrees(zoo(name), (2, 4), kind)
+    assert_agrees(zoo(name, optimizer="sgd" if name == LONG else "adamw"), (2, 4), kind)
 
 
 @pytest.mark.exhaustive

@@ -233,10 +233,18 @@ def _two_parts(x: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[np.n
         return (x | noise, x | ~noise) if kind == "and" else (x & noise, x & ~noise)
     noise = rng.integers(1, 5, x.shape).astype(x.dtype) if x.dtype.kind in "iu" else rng.uniform(0.5, 1.5, x.shape).astype(x.dtype)
     if kind == "sum":
-        return noise, np.where(np.isfinite(x), x - noise, x).astype(x.dtype) if x.dtype.kind in "fcV" else x - noise
+        return _two_summands(x, noise, rng) if x.dtype.kind in "fcV" else (noise, x - noise)
     other = x - noise if kind == "max" else x + noise
     first = rng.integers(0, 2, x.shape).astype(bool)
     return np.where(first, x, other), np.where(first, other, x)
+
+
+def _two_summands(x: np.ndarray, noise: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Two parts whose sum is x without rounding in any wider type: twice x and minus x, or halves; around a zero any noise."""
+    share = rng.choice([2.0, -1.0, 0.5], x.shape).astype(x.dtype)
+    first, second = share * x, (1 - share).astype(x.dtype) * x
+    finite, zero = np.isfinite(x), x == 0
+    return np.where(zero | ~finite, noise, first), np.where(zero, -noise, np.where(finite, second, x))
 
 
 def collect(parts: Sequence[np.ndarray], sharding: TensorSharding, aval: Aval, mesh: LogicalMesh) -> np.ndarray:
