@@ -10,6 +10,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 from jax._src import source_info_util
+from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax._src.lax.lax import _convert_element_type
 
 _OPENED = {
@@ -37,6 +38,12 @@ def make_jaxpr(function: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruc
         auto = (jax.sharding.AxisType.Auto,) * len(axes)
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), auto)):
             return jax.jit(function).trace(*avals).jaxpr
+
+
+def without_dead_code(closed: Any) -> Any:
+    """A program without what no output depends on, within loops and branches too: their operands that nothing reads go as well."""
+    live, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return jex.ClosedJaxpr(live, closed.consts)
 
 
 pin_p = jex.Primitive("pin")
