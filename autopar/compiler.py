@@ -213,10 +213,10 @@ def _matmul_dtypes(c: Compilation) -> dict[str, float]:
     """Share of the matmul FLOPs done in each dtype."""
     found: dict[str, float] = {}
     graph = c.traced.graph
-    for op in graph.ops:
+    for op, times in zip(graph.ops, graph.times, strict=True):
         if op.primitive in costs.MATMULS:
             operands = [graph.aval(o) for o in op.operands]
-            work = costs.flops(op, operands, [graph.avals[r] for r in op.results])
+            work = times * costs.flops(op, operands, [graph.avals[r] for r in op.results])
             found[operands[0].dtype] = found.get(operands[0].dtype, 0.0) + work
     total = sum(found.values())
     return {d: w / total for d, w in found.items()} if total else {"float32": 1.0}

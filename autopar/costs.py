@@ -9,7 +9,7 @@ from math import log2, prod
 from typing import Any
 
 from autopar.ir.dtypes import itemsize
-from autopar.ir.graph import Aval, Constant, Graph, Op
+from autopar.ir.graph import BOUNDARY, Aval, Constant, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import Move, TensorSharding
@@ -18,10 +18,13 @@ from autopar.ir.strategy import Strategy, operand_sharding, result_sharding
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Ops that move only the part of their operand that they touch: positions of operands whose whole size is not read.
 _TOUCHED = {"gather": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0,), "scatter-add": (0,), "scatter": (0,), "scatter_add": (0,)}
+_TOUCHED |= {"loop_slice": (0,)}
 _TRANSCENDENTAL = frozenset(
     {"exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf", "erf_inv", "erfc", "pow", "sin", "cos", "tan", "cbrt", "lgamma"}
 )
 _SHAPE_ONLY = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient", "optimization_barrier"})
+_SHAPE_ONLY |= BOUNDARY
+_PASSED_ON = BOUNDARY - {"loop_slice", "loop_stack"}
 _FUSED_SHAPES = frozenset(
     {"broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "select_n"}
 )
@@ -58,13 +61,15 @@ def _kernel_size(op: Op, kernel: Aval) -> int:
 
 
 def graph_flops(graph: Graph) -> float:
-    """FLOPs of all ops of a graph."""
-    return sum(flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results]) for op in graph.ops)
+    """FLOPs of all ops of a graph, those of loop bodies as often as they run."""
+    work = (flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results]) for op in graph.ops)
+    return sum(n * w for n, w in zip(graph.times, work, strict=True))
 
 
 def is_fusible(op: Op, elementwise: bool) -> bool:
     """Whether a compiler fuses this op with its neighbours: element-wise ops, broadcasts, casts, cheap shape changes."""
-    return (elementwise or op.primitive in _FUSED_SHAPES) and op.primitive not in _NOT_FUSED and not op.subgraphs
+    opaque = op.primitive in _NOT_FUSED or op.primitive in BOUNDARY or op.subgraphs
+    return (elementwise or op.primitive in _FUSED_SHAPES) and not opaque
 
 
 def is_reduction(op: Op) -> bool:
@@ -82,10 +87,7 @@ class Charges:
     reads: tuple[tuple[int, ...], ...]
     writes: tuple[tuple[int, ...], ...]
     groups: tuple[int, ...]
-
-    @cached_property
-    def num_groups(self) -> int:
-        return len(set(self.groups))
+    launches: int = 0
 
 
 def fusion_charges(graph: Graph, elementwise: Sequence[bool]) -> Charges:
@@ -106,7 +108,7 @@ def fusion_charges(graph: Graph, elementwise: Sequence[bool]) -> Charges:
         if fusible[i] or is_reduction(op):
             for o in op.inputs:
                 p = graph.producer.get(o)
-                if p is not None and fusible[p] and graph.ops[p].phase == op.phase:
+                if p is not None and fusible[p] and (graph.ops[p].phase, graph.ops[p].region) == (op.phase, op.region):
                     parent[find(i)] = find(p)
     groups = tuple(find(i) for i in range(len(graph.ops)))
     reads, writes = [], []
@@ -122,7 +124,8 @@ def fusion_charges(graph: Graph, elementwise: Sequence[bool]) -> Charges:
                 mine.append(k)
         reads.append(tuple(mine))
         writes.append(tuple(k for k, r in enumerate(op.results) if _leaves(graph, r, groups, i, fusible)))
-    return Charges(tuple(reads), tuple(writes), groups)
+    launches = sum(graph.times[i] for i in set(groups) if graph.ops[i].primitive not in _PASSED_ON)
+    return Charges(tuple(reads), tuple(writes), groups, launches)
 
 
 def _leaves(graph: Graph, value: int, groups: Sequence[int], i: int, fusible: Sequence[bool]) -> bool:
@@ -177,6 +180,8 @@ class Pricer:
         writes: Sequence[int],
     ) -> float:
         """Seconds of one op on its local shapes, reading and writing the charged operands and results."""
+        if op.primitive in _PASSED_ON:
+            return 0.0
         divisor = self.mesh.size(a for _, axes in strategy.cuts for a in axes)
         touched = _TOUCHED.get(op.primitive, ())
         nbytes = sum(
@@ -188,6 +193,8 @@ class Pricer:
             nbytes = sum(written) + 2 * sum(
                 operand_sharding(rule, strategy, k).local_bytes(operands[k], self.mesh, self.as_written) for k in reads if k not in touched
             )
+        if op.primitive == "loop_stack":
+            nbytes = 2 * operand_sharding(rule, strategy, 0).local_bytes(operands[0], self.mesh, self.as_written)
         dtype = operands[0].dtype if operands else results[0].dtype if results else "float32"
         work = flops(op, operands, results) / divisor
         return self.cluster.compute_seconds(work, nbytes, dtype, op.primitive in MATMULS)
@@ -212,7 +219,7 @@ def bytes_of(aval: Aval) -> int:
 def summary(graph: Graph) -> Mapping[str, float]:
     """FLOPs by primitive, largest first."""
     found: dict[str, float] = {}
-    for op in graph.ops:
-        work = flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results])
+    for op, times in zip(graph.ops, graph.times, strict=True):
+        work = times * flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results])
         found[op.primitive] = found.get(op.primitive, 0.0) + work
     return dict(sorted(found.items(), key=lambda kv: -kv[1]))

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.emit.collectives import apply_move, axis_index, named
 from autopar.emit.gate import gate
 from autopar.emit.lower import Place, lower
+from autopar.emit.regions import run
 from autopar.errors import CheckError
 from autopar.ir.graph import Graph, Operand
 from autopar.ir.plan import PlannedMove, ShardingPlan
@@ -87,15 +88,14 @@ class _Device:
         e = self.emission
         for value, sharding, x in zip(e.graph.inputs, e.plan.inputs, inputs, strict=True):
             self.forms[value, sharding, 0] = self.made[value] = x
-        for i in range(len(e.graph.ops)):
-            self.op(i)
+        run(self, 0, len(e.graph.ops))
         return tuple(self.output(k, o) for k, o in enumerate(e.graph.outputs))
 
     def op(self, i: int) -> None:
         e = self.emission
         op, rule, strategy = e.graph.ops[i], e.rules[i], e.plan.strategies[i]
         equation = e.program.equations[op.equation]
-        operands = [self.operand(i, k, o, equation.literals) for k, o in enumerate(op.operands)]
+        operands = [self.operand(i, k) for k in range(len(op.operands))]
         with jax.named_scope(op.scope or op.phase):
             results = lower(
                 lambda params, xs: compat.bind(equation.equation, xs, params),
@@ -112,10 +112,30 @@ class _Device:
         for k, (r, x) in enumerate(zip(op.results, results, strict=True)):
             self.forms[r, result_sharding(rule, strategy, k), 0] = self.made[r] = x
 
-    def operand(self, i: int, k: int, operand: Operand, literals: Any) -> Any:
-        if not isinstance(operand, int):
-            return literals[k]
+    @property
+    def graph(self) -> Graph:
+        return self.emission.graph
+
+    @property
+    def equations(self) -> Sequence[Any]:
+        return self.emission.program.equations
+
+    def inner(self) -> _Device:
+        """A run inside a loop or branch, which begins with all that is there."""
+        return _Device(self.emission, self.platform, self.zero, dict(self.forms), dict(self.made))
+
+    def give(self, i: int, x: Any) -> None:
+        """The result of an op that enters or leaves a region."""
         e = self.emission
+        value = e.graph.ops[i].results[0]
+        self.forms[value, result_sharding(e.rules[i], e.plan.strategies[i], 0), 0] = self.made[value] = x
+
+    def operand(self, i: int, k: int) -> Any:
+        """Operand k of op i in the form that the op needs."""
+        e = self.emission
+        operand = e.graph.ops[i].operands[k]
+        if not isinstance(operand, int):
+            return self.equations[e.graph.ops[i].equation].literals[k]
         needed = operand_sharding(e.rules[i], e.plan.strategies[i], k)
         return self.read(operand, needed, e.plan.generation(i, k))
 

@@ -5,7 +5,8 @@ The compiler finds the collectives itself, so they need not be those of the plan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from autopar.emit.manual import Emission, named_sharding
+from autopar.emit.regions import run
+from autopar.ir.graph import Graph
 from autopar.ir.strategy import result_sharding
 from autopar.trace import compat
 
@@ -22,22 +25,57 @@ def emit_jit(emission: Emission, mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
     graph, plan = emission.graph, emission.plan
 
     def program(zero: Any, *inputs: Any) -> tuple[Any, ...]:
-        env = dict(zip(graph.inputs, inputs, strict=True))
-        for i, op in enumerate(graph.ops):
-            equation = emission.program.equations[op.equation]
-            operands = [env[o] if isinstance(o, int) else equation.literals[k] for k, o in enumerate(op.operands)]
-            results = compat.bind(equation.equation, operands, dict(equation.equation.params))
-            for k, (r, x) in enumerate(zip(op.results, results, strict=True)):
-                sharding = result_sharding(emission.rules[i], plan.strategies[i], k)
-                env[r] = _constrain(x, named_sharding(sharding.without_partial(), mesh)) if any(sharding.dims) else x
+        values = _Values(emission, mesh, dict(zip(graph.inputs, inputs, strict=True)))
+        run(values, 0, len(graph.ops))
         outputs = [
-            env[o] if isinstance(o, int) else jnp.asarray(emission.program.literal_outputs[k], dtype=graph.aval(o).dtype)
+            values.env[o] if isinstance(o, int) else jnp.asarray(emission.program.literal_outputs[k], dtype=graph.aval(o).dtype)
             for k, o in enumerate(graph.outputs)
         ]
         outputs = [compat.with_weak_type(x, graph.aval(o).weak_type) for x, o in zip(outputs, graph.outputs, strict=True)]
         return tuple(_constrain(x, named_sharding(s, mesh)) for x, s in zip(outputs, plan.outputs, strict=True))
 
     return program
+
+
+@dataclass
+class _Values:
+    """The program's values by number, each constrained as it is made."""
+
+    emission: Emission
+    mesh: Mesh
+    env: dict[int, Any]
+
+    @property
+    def graph(self) -> Graph:
+        return self.emission.graph
+
+    @property
+    def equations(self) -> Sequence[Any]:
+        return self.emission.program.equations
+
+    def op(self, i: int) -> None:
+        op = self.graph.ops[i]
+        equation = self.equations[op.equation].equation
+        operands = [self.operand(i, k) for k in range(len(op.operands))]
+        for k, x in enumerate(compat.bind(equation, operands, dict(equation.params))):
+            self.keep(i, k, x)
+
+    def operand(self, i: int, k: int) -> Any:
+        op = self.graph.ops[i]
+        o = op.operands[k]
+        return self.env[o] if isinstance(o, int) else self.equations[op.equation].literals[k]
+
+    def give(self, i: int, x: Any) -> None:
+        self.keep(i, 0, x)
+
+    def keep(self, i: int, k: int, x: Any) -> None:
+        sharding = result_sharding(self.emission.rules[i], self.emission.plan.strategies[i], k)
+        self.env[self.graph.ops[i].results[k]] = (
+            _constrain(x, named_sharding(sharding.without_partial(), self.mesh)) if any(sharding.dims) else x
+        )
+
+    def inner(self) -> _Values:
+        return _Values(self.emission, self.mesh, dict(self.env))
 
 
 def _constrain(x: Any, sharding: Any) -> Any:

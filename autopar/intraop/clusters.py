@@ -15,6 +15,7 @@ from autopar.ir.graph import Graph, Op
 from autopar.ir.rule import ShardingRule
 
 _NEVER = MATMULS | {"gather", "scatter-add", "scatter", "sort", "top_k", "optimization_barrier", "pin", "rng_bit_generator"}
+_NEVER |= {"loop_test", "branch_join"}
 _JOINS = frozenset({"add", "add_any", "sub"})
 _BRANCHES = frozenset({"transpose", "reshape", "convert_element_type", "neg", "squeeze", "expand_dims", "mul", "div", "copy"})
 
@@ -73,6 +74,8 @@ def find_clusters(
                 continue
             if i in linear or _can_lead(graph.ops[p], rules[p]):
                 union.join(p, i)
+    for i, j in graph.goes_round:
+        union.join(i, j)
     members = _inputs_with(graph, rules, carried, union, linear, joined)
     found: dict[int, list[int]] = {}
     for i in range(len(graph.ops)):

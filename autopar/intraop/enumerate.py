@@ -124,6 +124,8 @@ class _Enumerator:
         self.interned: dict[Vector, Vector] = {}
         self.nbytes: dict[Any, Floats] = {}
         self.graphs: dict[Any, StateGraph] = {}
+        ops = self.graph.ops
+        self.rounds = {ops[j].operands[0]: ops[i].results[0] for i, j in self.graph.goes_round if ops[j].primitive == "loop_exit"}
         self.last_phase = [op.phase for op in self.graph.ops] + ["update"]
 
     def run(self) -> tuple[Problem, Layout]:
@@ -145,7 +147,7 @@ class _Enumerator:
             rows,
             self.end + 1,
             budget=self.budget,
-            constant_cost=self.pricer.cluster.launch_seconds * shape.charges.num_groups,
+            constant_cost=self.pricer.cluster.launch_seconds * shape.charges.launches,
         )
         layout = Layout(shape, self.mesh, self.spaces, self.borders, self.input_node, self.output_node, tuple(networks), openings)
         return problem, layout
@@ -163,7 +165,7 @@ class _Enumerator:
 
     def op_seconds(self, i: int, strategy: Any) -> float:
         op, charges = self.graph.ops[i], self.shape.charges
-        return self.pricer.op(
+        return self.graph.times[i] * self.pricer.op(
             op,
             self.shape.rules[i],
             strategy,
@@ -180,7 +182,7 @@ class _Enumerator:
         for j, i in enumerate(cluster.ops):
             charged = (self.shape.charges.reads[i], self.shape.charges.writes[i])
             classes = tuple(sorted(space.classes[j].items()))
-            key = (id(self.shape.rules[i]), charged, self.graph.ops[i].primitive, classes, self._avals(i))
+            key = (id(self.shape.rules[i]), charged, self.graph.ops[i].primitive, classes, self._avals(i), self.graph.times[i])
             first, position, count = groups.get(key, (i, j, 0))
             groups[key] = (first, position, count + 1)
         for i, j, count in groups.values():
@@ -283,7 +285,8 @@ class _Enumerator:
                 aval, layers = self.graph.avals[v], self._layers(v, value, wanted)
                 users = sorted(wanted, key=lambda u: (u[0], u[2], id(u[1])))
                 needs = tuple((n, id(w), k) for n, w, k in users)
-                kind = (value.node, id(value.vector), aval, needs, layers, self._is_held(v, value, users))
+                times = self.graph.value_times(v)
+                kind = (value.node, id(value.vector), aval, needs, layers, self._is_held(v, value, users), times)
                 kinds.setdefault(kind, []).append((v, value, users))
         return [self._network(members) for members in kinds.values()]
 
@@ -313,12 +316,12 @@ class _Enumerator:
 
     def _member(self, v: int, value: _Value, users: Sequence[tuple[int, Vector, int]]) -> Member:
         made = self.graph.producer.get(v, -1)
-        early = [i for u in users if u[2] == EARLY for i, _ in value.users[u]]
-        late = [i for u in users if u[2] == LATE for i, _ in value.users[u]]
-        last = max((*early, *late))
-        first_late = min(late) if late else min(early)
+        early = [self.graph.reach(v, i) for u in users if u[2] == EARLY for i, _ in value.users[u]]
+        late = [self.graph.reach(v, i) for u in users if u[2] == LATE for i, _ in value.users[u]]
+        last = max(stop for _, stop in (*early, *late))
+        first_late = min(start for start, _ in late or early)
         uses = tuple(tuple(value.users[u]) for u in users)
-        return Member(v, uses, made, max(early) if early else made, first_late, last, self._held(v, value))
+        return Member(v, uses, made, max((stop for _, stop in early), default=made), first_late, last, self._held(v, value))
 
     def _is_held(self, v: int, value: _Value, users: Sequence[tuple[int, Vector, int]]) -> bool:
         """Whether the value is still there as it was made when it is first read late."""
@@ -329,7 +332,7 @@ class _Enumerator:
         """The last op that reads a value as it is made; inputs stay to the end."""
         if v not in self.graph.producer:
             return self.end
-        own = [i for u, uses in value.users.items() if self._same(value, u) for i, _ in uses]
+        own = [self.graph.reach(v, i)[1] for u, uses in value.users.items() if self._same(value, u) for i, _ in uses]
         return max(own, default=self.graph.producer[v])
 
     def _network(self, members: list[tuple[int, _Value, list[tuple[int, Vector, int]]]]) -> Network:
@@ -349,6 +352,7 @@ class _Enumerator:
             graph,
             layers,
             held,
+            self.graph.value_times(v),
         )
 
     def _states(self, aval: Aval, kinds: tuple[Reduction, ...]) -> StateGraph:
@@ -388,14 +392,23 @@ class _Enumerator:
         p = self.graph.producer.get(v)
         if p is None:
             return 0, self.end + 1
-        if self._carried_out(v):
+        if self._carried_out(v) or self._goes_round(v, p):
             return p, p + 1
         wanted = [u for u in value.users if not self._same(value, u)]
         last = self._held(v, value)
         if wanted:
             member = self._member(v, value, wanted)
             last = max(last, member.early if self._layers(v, value, wanted) == 2 else member.last)
-        return p, min(last, self.end) + 1
+        op = self.graph.ops[p]
+        if op.primitive == "loop_carry":
+            last = max(last, self.graph.spans[op.param("region")][1])
+        start = self.graph.spans[op.param("region")][0] if op.primitive == "loop_stack" else p
+        return start, min(last, self.end) + 1
+
+    def _goes_round(self, v: int, made: int) -> bool:
+        """Whether a value is a loop's next carried one, written over the last one where nobody in the loop reads that any more."""
+        carried = self.rounds.get(v)
+        return carried is not None and max((i for i, _ in self.graph.uses.get(carried, ())), default=-1) <= made
 
     def _carried_out(self, v: int) -> bool:
         """Whether a value is the state's next one, written over the old one where nobody reads that any more."""

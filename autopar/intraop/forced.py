@@ -67,6 +67,7 @@ class _Picker:
     shares: Shares
     place: dict[int, TensorSharding]
     work: list[float] = field(default_factory=list)
+    carries: dict[int, Strategy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.work = [flops(self.graph, op) for op in self.graph.ops]
@@ -74,7 +75,10 @@ class _Picker:
 
     def pick(self, i: int) -> Strategy:
         op, rule = self.graph.ops[i], self.rules[i]
-        strategy = WHOLE if is_free(self.graph, op) else self._random(i, op, rule)
+        strategy = self.carries.get(i)
+        if strategy is None:
+            strategy = WHOLE if is_free(self.graph, op) else self._random(i, op, rule)
+        self.carries.update((j, strategy) for begin, j in self.graph.goes_round if begin == i)
         for k, r in enumerate(op.results):
             self.place[r] = result_sharding(rule, strategy, k)
         return strategy
@@ -131,12 +135,12 @@ def _output(graph: Graph, o: Operand, mesh: LogicalMesh, random: Random) -> Tens
 
 
 def flops(graph: Graph, op: Op) -> float:
-    """FLOPs of an op on whole arrays."""
+    """FLOPs of one run of an op on whole arrays."""
     return costs.flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results])
 
 
 def cut_share(graph: Graph, plan: ShardingPlan) -> float:
     """Share of the FLOPs, in [0, 1], done by ops that are cut."""
-    work = [flops(graph, op) for op in graph.ops]
+    work = [times * flops(graph, op) for times, op in zip(graph.times, graph.ops, strict=True)]
     cut = sum(w for w, strategy in zip(work, plan.strategies, strict=True) if strategy.cuts)
     return cut / sum(work) if sum(work) else 0.0

@@ -9,7 +9,7 @@ from dataclasses import replace
 from autopar.intraop.connect import number
 from autopar.intraop.enumerate import Layout
 from autopar.intraop.networks import EARLY, LATE, Member, Network, Opening
-from autopar.ir.graph import Constant, Graph
+from autopar.ir.graph import BOUNDARY, ROOT, Constant, Graph
 from autopar.ir.plan import PlannedMove, ShardingPlan
 from autopar.ir.problem import Solution
 from autopar.ir.sharding import Move, TensorSharding
@@ -182,7 +182,8 @@ def _fed_by_state(layout: Layout) -> frozenset[int]:
     state = {graph.inputs[i] for i, _ in layout.shape.carried} | set(graph.inputs[len(graph.inputs) - graph.num_constants :])
     known = set(state)
     for op in graph.ops:
-        if op.inputs and all(o in known or o in graph.free for o in op.inputs):
+        outside = op.region == ROOT and op.primitive not in BOUNDARY  # nothing leaves a loop to run before it
+        if outside and op.inputs and all(o in known or o in graph.free for o in op.inputs):
             known.update(op.results)
     return frozenset(known)
 

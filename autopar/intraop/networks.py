@@ -51,7 +51,7 @@ class Member:
 class Network:
     """The conversions of equal values: one flow problem, `len(members)` times.
 
-    `held` values are still there as they were made when they are first read late.
+    `times` is how often each is made per step. `held` values are still there as they were made when they are first read late.
     """
 
     producer: int
@@ -62,6 +62,7 @@ class Network:
     graph: StateGraph
     layers: int
     held: bool
+    times: int = 1
     intervals: dict[object, tuple[Ints, Ints]] = field(default_factory=dict)
 
 
@@ -196,7 +197,7 @@ def _openings(network: Network, builder: SideBuilder) -> tuple[Opening, ...]:
     for layer in range(network.layers):
         for a in arcs:
             if a.tail in used:
-                found.append(Opening(layer, a.head, a, builder.add_column(a.seconds * count, whole)))
+                found.append(Opening(layer, a.head, a, builder.add_column(a.seconds * count * network.times, whole)))
     if network.layers == 2:
         found.extend(Opening(LATE, s, None, builder.add_column(0.0, whole)) for s in sorted(used))
         if network.held:

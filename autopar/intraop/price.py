@@ -36,7 +36,8 @@ def op_seconds(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, 
         return 0.0
     operands = [graph.aval(o) for o in op.operands]
     results = [graph.avals[r] for r in op.results]
-    return pricer.op(op, rules[i], plan.strategies[i], operands, results, charges.reads[i], charges.writes[i])
+    once = pricer.op(op, rules[i], plan.strategies[i], operands, results, charges.reads[i], charges.writes[i])
+    return graph.times[i] * once
 
 
 def price_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, pricer: Pricer, charges: Charges) -> Price:
@@ -50,13 +51,13 @@ def price_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, 
     for m in plan.moves:
         if m.value in graph.free:
             continue
-        seconds = pricer.move(m.move, m.source, graph.avals[m.value])
+        seconds = graph.value_times(m.value) * pricer.move(m.move, m.source, graph.avals[m.value])
         if m.move.communicates:
             communication += seconds
             kinds[m.move.kind] = kinds.get(m.move.kind, 0.0) + seconds
         else:
             copies += seconds
-    launch = pricer.cluster.launch_seconds * charges.num_groups
+    launch = pricer.cluster.launch_seconds * charges.launches
     kinds |= {"local copies": copies, "launch": launch}
     split = tuple(sorted(((k, s) for k, s in kinds.items() if s), key=lambda ks: -ks[1]))
     return Price(compute, communication, copies, launch, split)
@@ -73,6 +74,7 @@ def collectives(graph: Graph, plan: ShardingPlan, pricer: Pricer) -> tuple[Colle
         dtype = m.source.local_dtype(aval.dtype, pricer.as_written)
         moved = {"bool": "uint8"}.get(dtype, dtype)
         purpose, phase, source = _why(graph, m, carried_from)
+        times = graph.value_times(m.value)
         found.append(
             Collective(
                 m.id,
@@ -81,8 +83,8 @@ def collectives(graph: Graph, plan: ShardingPlan, pricer: Pricer) -> tuple[Colle
                 plan.mesh.size(m.move.axes),
                 pricer.move_bytes(m.source, aval),
                 moved,
-                1,
-                pricer.move(m.move, m.source, aval),
+                times,
+                times * pricer.move(m.move, m.source, aval),
                 purpose,
                 phase,
                 source,
@@ -130,7 +132,7 @@ def whole_ops(
     for i, op in enumerate(graph.ops):
         if plan.strategies[i].cuts or (ruled[i] and op.primitive not in costs.MATMULS):
             continue
-        work = costs.flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results])
+        work = graph.times[i] * costs.flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results])
         seconds = op_seconds(graph, rules, plan, pricer, charges, i)
         entry = found.setdefault((op.primitive, op.source, ruled[i]), [0, 0.0, 0.0])
         found[op.primitive, op.source, ruled[i]] = [entry[0] + 1, entry[1] + work, entry[2] + seconds]

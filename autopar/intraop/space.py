@@ -148,6 +148,10 @@ class _Builder:
                 self._tie_dims(p, theirs, j, mine)
                 if any(len(d) > 1 for d in (*mine, *theirs)):
                     self.ties.append((p, r, j, k))
+        for i, e in self.graph.goes_round:
+            if i in self.position:
+                p, j = self.position[i], self.position[e]
+                self._tie_dims(p, self.rules[p].results[0], j, self.rules[j].operands[0])
 
     def _tie_dims(self, p: int, theirs: tuple[tuple[str, ...], ...], j: int, mine: tuple[tuple[str, ...], ...]) -> None:
         for a, b in zip(theirs, mine, strict=True):

@@ -38,6 +38,7 @@ def check_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan) 
         check_strategy(rules[i], plan.strategies[i], plan.mesh)
         forms.update((r, result_sharding(rules[i], plan.strategies[i], k), 0) for k, r in enumerate(op.results))
     _check_moves(graph, plan, forms)
+    _check_carries(graph, rules, plan)
     for i, op in enumerate(graph.ops):
         for k, o in enumerate(op.operands):
             if isinstance(o, int):
@@ -49,6 +50,13 @@ def check_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan) 
         if plan.outputs[k].partial:
             raise PlanError(f"output {k} would leave the step as a partial value: {plan.outputs[k]}.")
     return plan
+
+
+def _check_carries(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan) -> None:
+    for i, j in graph.goes_round:
+        begins, next_one = result_sharding(rules[i], plan.strategies[i], 0), operand_sharding(rules[j], plan.strategies[j], 0)
+        if begins != next_one:
+            raise PlanError(f"the loop at {graph.ops[i].source} carries a value as {begins}, and goes round with it as {next_one}.")
 
 
 def _check_moves(graph: Graph, plan: ShardingPlan, forms: set[tuple[int, TensorSharding, int]]) -> None:

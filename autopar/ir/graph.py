@@ -14,6 +14,13 @@ from typing import Any, Literal as OneOf
 from autopar.ir.dtypes import itemsize
 
 Phase = OneOf["forward", "backward", "update"]
+RegionKind = OneOf["scan", "while", "test", "cond", "branch"]
+ENTERING = frozenset({"loop_carry", "loop_slice", "loop_view"})
+"""Ops that stand before a region's own ops and make values inside it."""
+LEAVING = frozenset({"loop_exit", "loop_stack", "loop_test", "branch_join"})
+"""Ops that stand after a region's own ops and bring its values out."""
+BOUNDARY = ENTERING | LEAVING
+ROOT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,7 @@ class Op:
 
     `params` are normalised: tuples, strings and numbers only. `scope` is the name-scope path without the wrappers of
     `jvp` and `transpose`; `source` the user's line as `file:line`. Ops with `effects` are never dead and keep their order.
+    `region` is the loop body or branch in which the op stands.
     """
 
     primitive: str
@@ -74,6 +82,7 @@ class Op:
     equation: int = -1
     subgraphs: tuple[Graph, ...] = ()
     effects: bool = False
+    region: int = ROOT
 
     def param(self, name: str, default: Any = None) -> Any:
         """The normalised parameter called `name`."""
@@ -86,6 +95,20 @@ class Op:
     def inputs(self) -> tuple[int, ...]:
         """The operands that are values, literals left out."""
         return tuple(o for o in self.operands if isinstance(o, int))
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A loop body or branch whose ops stand in the graph themselves, together, between its entering and leaving ops.
+
+    `scan` and `while` are loop bodies, `test` the predicate of the `while` that is its parent, `cond` holds one `branch` per case.
+    `times` is how often it runs when its parent runs once (1 where that is not known); `equation` is JAX's own.
+    """
+
+    kind: RegionKind
+    parent: int
+    times: int
+    equation: int
 
 
 @dataclass(frozen=True)
@@ -103,6 +126,7 @@ class Graph:
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()
     num_constants: int = 0
+    regions: tuple[Region, ...] = ()
 
     @cached_property
     def producer(self) -> dict[int, int]:
@@ -128,9 +152,76 @@ class Graph:
         """Values that depend on no input (iota, zeros, masks): any device can make any part of them at no cost."""
         known: set[int] = set()
         for op in self.ops:
-            if not op.effects and not op.subgraphs and all(not isinstance(o, int) or o in known for o in op.operands):
+            bound = op.effects or op.subgraphs or op.primitive in BOUNDARY
+            if not bound and all(not isinstance(o, int) or o in known for o in op.operands):
                 known.update(op.results)
         return frozenset(known)
+
+    @cached_property
+    def times(self) -> tuple[int, ...]:
+        """How often each op runs per step. What stands between a region and its parent and works once per iteration counts so."""
+        inside = [self._runs(r) for r in range(len(self.regions))]
+        return tuple(inside[r] if (r := reads_in(op)) >= 0 else 1 for op in self.ops)
+
+    def _runs(self, region: int) -> int:
+        """How often a region runs per step."""
+        n = 1
+        while region != ROOT:
+            n *= self.regions[region].times
+            region = self.regions[region].parent
+        return n
+
+    def home(self, value: int) -> int:
+        """The region in which a value stands: that of the op that makes it, or that which an entering op brings it into."""
+        p = self.producer.get(value)
+        if p is None:
+            return ROOT
+        op = self.ops[p]
+        return int(op.param("region")) if op.primitive in ENTERING else op.region
+
+    def value_times(self, value: int) -> int:
+        """How often a value is made per step."""
+        return self._runs(self.home(value)) if self.regions else 1
+
+    @cached_property
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """Region -> its first and last op, with those that enter and leave it and with the regions inside it."""
+        found: dict[int, tuple[int, int]] = {}
+        for i, op in enumerate(self.ops):
+            region = int(op.param("region")) if op.primitive in BOUNDARY else op.region
+            while region != ROOT:
+                first, _ = found.get(region, (i, i))
+                found[region] = (first, i)
+                region = self.regions[region].parent
+        return found
+
+    @cached_property
+    def goes_round(self) -> tuple[tuple[int, int], ...]:
+        """The op by which each carried value of a loop comes in, paired with those that take it as it lies: round, and to the test."""
+        begins = {op.params: i for i, op in enumerate(self.ops) if op.primitive == "loop_carry"}
+        found = []
+        for j, op in enumerate(self.ops):
+            if op.primitive == "loop_exit":
+                found.append((begins[op.params], j))
+            elif op.primitive == "loop_view":
+                found.append((self.producer[op.inputs[0]], j))
+        return tuple(found)
+
+    def path(self, region: int) -> tuple[int, ...]:
+        """The regions from the outermost one to this one."""
+        found: list[int] = []
+        while region != ROOT:
+            found.append(region)
+            region = self.regions[region].parent
+        return tuple(reversed(found))
+
+    def reach(self, value: int, i: int) -> tuple[int, int]:
+        """From where to where op i needs a value: all of a loop that the value stands outside of and the op inside."""
+        if not self.regions or i >= len(self.ops):
+            return i, i
+        outside = set(self.path(self.home(value)))
+        region = next((r for r in self.path(reads_in(self.ops[i])) if r not in outside), ROOT)
+        return self.spans[region] if region != ROOT else (i, i)
 
     def aval(self, operand: Operand) -> Aval:
         """The aval of a value or literal."""
@@ -142,3 +233,8 @@ class Graph:
             yield op
             for sub in op.subgraphs:
                 yield from sub.walk()
+
+
+def reads_in(op: Op) -> int:
+    """The region in whose iterations an op works: a slice is taken, and a stack filled, inside of the loop."""
+    return int(op.param("region")) if op.primitive in ("loop_slice", "loop_stack", "loop_view", "loop_test") else op.region

@@ -368,7 +368,9 @@ def _graph_digest(graph: Graph, known: dict[int, str]) -> str:
         operands = " ".join(map(use, op.operands))
         bodies = " ".join(_graph_digest(g, known) for g in op.subgraphs)
         results = " ".join(map(define, op.results))
-        lines.append(f"{op.primitive}{'!' * op.effects} {{{parameters(op)}}} ({operands}) [{bodies}] -> {results}")
+        where = f" in {op.region}" if op.region >= 0 else ""
+        lines.append(f"{op.primitive}{'!' * op.effects} {{{parameters(op)}}} ({operands}) [{bodies}] -> {results}{where}")
+    lines += [f"region {r.kind} {r.parent} {r.times}" for r in graph.regions]
     lines.append(f"out {' '.join(map(use, graph.outputs))}")
     known[id(graph)] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return known[id(graph)]

@@ -1,6 +1,6 @@
 """Sharding rules: one per primitive, as data. Importing this package fills the table."""
 
-from autopar.rules import conv, dot, elementwise, index, linalg, random, reduce, shape
+from autopar.rules import conv, dot, elementwise, index, linalg, random, reduce, region, shape
 from autopar.rules.control import OPAQUE, why_whole
 from autopar.rules.registry import has_rule, local_function, primitives, register, register_rule, remove_rule, rule_for
 
@@ -16,6 +16,7 @@ __all__ = [
     "primitives",
     "random",
     "reduce",
+    "region",
     "register",
     "register_rule",
     "remove_rule",

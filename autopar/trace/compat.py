@@ -188,6 +188,11 @@ def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def has_references(closed: Any) -> bool:
+    """Whether a jaxpr takes mutable references."""
+    return any(not hasattr(v.aval, "shape") or type(v.aval).__name__ == "AbstractRef" for v in closed.jaxpr.invars)
+
+
 def is_literal(atom: Any) -> bool:
     return isinstance(atom, jex.Literal)
 
@@ -228,6 +233,11 @@ def bind(equation: Any, operands: Sequence[Any], params: dict[str, Any]) -> list
 def with_weak_type(x: Any, weak: bool) -> Any:
     """The same array, weakly typed if so wanted: as the result of `jax.jit` would be, so that calls with it share a program."""
     return _convert_element_type(x, x.dtype, weak_type=True) if weak and not jax.typeof(x).weak_type else x
+
+
+def with_type_strength(x: Any, weak: bool) -> Any:
+    """The same array, weakly typed or not, as asked."""
+    return x if jax.typeof(x).weak_type == weak else _convert_element_type(x, x.dtype, weak_type=weak)
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.ir.graph import Aval, Constant, Graph, Op, Operand, Phase
+from autopar.ir.graph import ROOT, Aval, Constant, Graph, Op, Operand, Phase, Region, RegionKind
 from autopar.trace import compat
 from autopar.trace.normalise import normalise_params
+from autopar.trace.order import arrange
 from autopar.trace.program import Equation, Flattened, Program
+from autopar.trace.regions import opener
 from autopar.trace.simplify import simplify
 
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|jit|remat|checkpoint|rematted_computation)\(|\)")
@@ -34,18 +36,19 @@ def flatten(closed: Any, input_names: Sequence[str] = (), output_names: Sequence
         (*input_names, *(f"constant[{i}]" for i in range(len(constants)))),
         tuple(output_names),
         len(constants),
+        tuple(builder.regions),
     )
-    graph = _phases(simplify(graph, [e.literals for e in builder.equations]))
-    graph = _compact(_order_updates(_sink(_live(graph))))
+    graph = arrange(simplify(graph, [e.literals for e in builder.equations]))
     return Flattened(graph, Program(tuple(builder.equations), tuple(c for _, c in builder.lifted.values()), literals))
 
 
 @dataclass(frozen=True)
 class _Where:
-    """What an opened call hands down: name stack, user line, and whether we are inside a checkpoint."""
+    """What an opened call hands down: name stack, user line, and the region that we are in."""
 
     stack: str = ""
     source: str = ""
+    region: int = ROOT
 
 
 @dataclass
@@ -65,6 +68,7 @@ class _Builder:
     converted: dict[Any, Aval] = field(default_factory=dict)
     subgraphs: dict[int, tuple[Any, Graph]] = field(default_factory=dict)
     lifted: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    regions: list[Region] = field(default_factory=list)
 
     def aval(self, aval: Any) -> Aval:
         key = (aval.shape, aval.dtype, aval.weak_type) if hasattr(aval, "weak_type") else aval
@@ -101,7 +105,10 @@ class _Builder:
         return [read(a) for a in jaxpr.outvars]
 
     def equation(self, equation: Any, operands: list[Any], where: _Where) -> Sequence[Any]:
-        here = _Where(_join(where.stack, compat.name_stack(equation)), where.source)
+        here = _Where(_join(where.stack, compat.name_stack(equation)), where.source, where.region)
+        opens = opener(equation)
+        if opens is not None:
+            return opens(self, equation, operands, replace(here, source=compat.source_line(equation) or where.source))
         inner = compat.opened(equation)
         if inner is not None:
             constants = [self.lift(c) for c in inner.consts]
@@ -120,7 +127,7 @@ class _Builder:
         plain = tuple(o.constant if isinstance(o, _Literal) else o for o in operands)
         bodies = compat.inner_jaxprs(equation)
         effects = bool(equation.effects)
-        key = None if effects or bodies or "<" in str(params) else (equation.primitive.name, params, plain)
+        key = None if effects or bodies or "<" in str(params) else (equation.primitive.name, params, plain, where.region)
         if key is not None and key in self.seen:
             return self.seen[key]
         results = tuple(self.value(v.aval) for v in equation.outvars)
@@ -138,11 +145,36 @@ class _Builder:
                 len(self.equations) - 1,
                 tuple(self.subgraph(b) for b in bodies),
                 effects,
+                where.region,
             )
         )
         if key is not None:
             self.seen[key] = results
         return results
+
+    def begin(self, kind: RegionKind, equation: Any, where: _Where, times: int) -> tuple[int, _Where]:
+        """A new region inside that of `where`, with what its ops are handed down."""
+        self.equations.append(Equation(equation, {}))
+        self.regions.append(Region(kind, where.region, times, len(self.equations) - 1))
+        return len(self.regions) - 1, replace(where, region=len(self.regions) - 1)
+
+    def body(self, closed: Any, operands: Sequence[Any], where: _Where) -> list[Any]:
+        """What a region's jaxpr gives for these operands."""
+        return self.run(closed.jaxpr, [self.lift(c) for c in closed.consts], list(operands), where)
+
+    def boundary(
+        self, kind: str, equation: Any, operands: Sequence[Any], avals: Sequence[Any], where: _Where, at: tuple[int, int]
+    ) -> int | None:
+        """An op between a region and its parent, in which it stands, `at` (region, position); returns its result, where it has one."""
+        results = tuple(self.value(a) for a in avals)
+        literals = {i: o.value for i, o in enumerate(operands) if isinstance(o, _Literal)}
+        self.equations.append(Equation(equation, literals))
+        plain = tuple(o.constant if isinstance(o, _Literal) else o for o in operands)
+        phase: Phase = "backward" if "transpose(" in where.stack else "forward"
+        params = (("position", at[1]), ("region", at[0]))
+        last = len(self.equations) - 1
+        self.ops.append(Op(kind, params, plain, results, phase, scope(where.stack), where.source, last, region=where.region))
+        return results[0] if results else None
 
     def subgraph(self, closed: Any) -> Graph:
         """The graph of a body, one per cached jaxpr; its equations are not bound one by one."""
@@ -169,130 +201,3 @@ def scope(stack: str) -> str:
     """The name-scope path without the wrappers that transformations put around it."""
     parts = [p for p in _WRAPPER.sub("", stack).split("/") if p and p not in ("checkpoint", "remat", "rematted_computation")]
     return "/".join(parts)
-
-
-def _phases(graph: Graph) -> Graph:
-    """Forward is what backward is computed from, and what nothing else needs; what depends on backward, or only feeds that, is the update.
-
-    Scaling the old moments needs no gradient, yet belongs to the update.
-    """
-    feeds = _ancestors(graph, [op.phase == "backward" for op in graph.ops])
-    late: set[int] = set()
-    depends = []
-    for op in graph.ops:
-        depends.append(op.phase == "backward" or any(o in late for o in op.inputs))
-        if depends[-1]:
-            late.update(op.results)
-    updates = _ancestors(graph, [d and op.phase != "backward" and not f for op, d, f in zip(graph.ops, depends, feeds, strict=True)])
-    ops, made = [], set[int]()
-    for op, feeds_backward, update in zip(graph.ops, feeds, updates, strict=True):
-        update = (update or any(o in made for o in op.inputs)) and not feeds_backward  # what reads an update's result comes after it
-        phase: Phase = "backward" if op.phase == "backward" else "update" if update else "forward"
-        made.update(op.results if phase == "update" else ())
-        ops.append(op if phase == op.phase else replace(op, phase=phase))
-    return replace(graph, ops=tuple(ops))
-
-
-# Ops that a compiler computes again where they are used rather than keep their result from forward to backward.
-_CHEAP = frozenset(
-    "add sub mul neg div square integer_pow eq ne ge gt le lt and or not select_n convert_element_type broadcast_in_dim "
-    "reshape squeeze transpose max min copy".split()
-)
-
-
-def _sink(graph: Graph) -> Graph:
-    """Cheap forward ops that only backward reads move to just before their first reader, where their operands live on anyway."""
-    users: dict[int, list[int]] = {}
-    for i, op in enumerate(graph.ops):
-        for o in op.inputs:
-            users.setdefault(o, []).append(i)
-    outputs, inputs = graph.output_values, set(graph.inputs)
-    place = list(range(len(graph.ops)))
-    phases = [op.phase for op in graph.ops]
-
-    def stays(value: int, i: int) -> bool:
-        """Whether a value is kept for backward whatever happens to op i."""
-        small = graph.avals[value].size * 8 <= graph.avals[graph.ops[i].results[0]].size
-        return small or value in inputs or any(phases[u] != "forward" for u in users[value] if u != i)
-
-    for i in range(len(graph.ops) - 1, -1, -1):
-        op = graph.ops[i]
-        if phases[i] != "forward" or op.primitive not in _CHEAP or op.effects or any(r in outputs for r in op.results):
-            continue
-        readers = [u for r in op.results for u in users.get(r, ())]
-        if readers and all(phases[u] != "forward" for u in readers) and all(stays(o, i) for o in op.inputs):
-            place[i] = min(place[u] for u in readers)
-            phases[i] = "backward" if any(phases[u] == "backward" for u in readers) else "update"
-    order = sorted(range(len(graph.ops)), key=lambda i: (place[i], i))
-    return replace(graph, ops=tuple(replace(graph.ops[i], phase=phases[i]) for i in order))
-
-
-def _ancestors(graph: Graph, chosen: Sequence[bool]) -> list[bool]:
-    """Per op: whether it is chosen, or a chosen one needs its results."""
-    needed: set[int] = set()
-    found = [False] * len(graph.ops)
-    for i in range(len(graph.ops) - 1, -1, -1):
-        op = graph.ops[i]
-        if chosen[i] or any(r in needed for r in op.results):
-            found[i] = True
-            needed.update(op.inputs)
-    return found
-
-
-def _live(graph: Graph) -> Graph:
-    """Without ops whose results nobody uses."""
-    needed = {o for o in graph.outputs if isinstance(o, int)}
-    kept: list[Op] = []
-    for op in reversed(graph.ops):
-        if op.effects or any(r in needed for r in op.results):
-            needed.update(op.inputs)
-            kept.append(op)
-    return replace(graph, ops=tuple(reversed(kept)))
-
-
-def _order_updates(graph: Graph) -> Graph:
-    """Update ops depth first from each output: one leaf's update ends before the next one's begins.
-
-    `tree_map` writes them level by level, which would keep every leaf's temporaries alive at once.
-    """
-    updates = {r: op for op in graph.ops if op.phase == "update" for r in op.results}
-    if any(op.effects for op in updates.values()):
-        return graph
-    ordered: list[Op] = []
-    done: set[int] = set()
-    stack: list[tuple[Operand, bool]] = [(o, False) for o in reversed(graph.outputs)]
-    while stack:
-        value, ready = stack.pop()
-        op = updates.get(value) if isinstance(value, int) else None
-        if op is None or op.equation in done:
-            continue
-        if ready:
-            done.add(op.equation)
-            ordered.append(op)
-        else:
-            stack.append((value, True))
-            stack.extend((o, False) for o in reversed(op.inputs))
-    return replace(graph, ops=tuple(op for op in graph.ops if op.phase != "update") + tuple(ordered))
-
-
-def _compact(graph: Graph) -> Graph:
-    """Values renumbered in order of definition."""
-    number: dict[int, int] = {v: i for i, v in enumerate(graph.inputs)}
-    for op in graph.ops:
-        for r in op.results:
-            number[r] = len(number)
-
-    def new(o: Operand) -> Operand:
-        return number[o] if isinstance(o, int) else o
-
-    ops = tuple(
-        replace(op, operands=tuple(map(new, op.operands)), results=tuple(number[r] for r in op.results)) for op in graph.ops
-    )
-    old = sorted(number, key=number.__getitem__)
-    return replace(
-        graph,
-        avals=tuple(graph.avals[v] for v in old),
-        inputs=tuple(range(len(graph.inputs))),
-        outputs=tuple(map(new, graph.outputs)),
-        ops=ops,
-    )

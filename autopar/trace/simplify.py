@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.ir.graph import Graph, Op, Operand
+from autopar.ir.graph import BOUNDARY, Graph, Op, Operand
 
 Literals = Sequence[Mapping[int, Any]]
 _COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
@@ -69,12 +69,12 @@ class _Simplifier:
     def op(self, op: Op) -> Op | None:
         """The op on the values that stand now, or None where its results stand already."""
         op = replace(op, operands=tuple(map(self.now, op.operands)))
-        if op.effects or op.subgraphs:
+        if op.effects or op.subgraphs or op.primitive in BOUNDARY:
             return op
         earlier = self._given(op) if len(op.results) == 1 else None
         if earlier is None:
             key = self._key(op)
-            earlier = self.seen.setdefault(key, op.results) if key is not None else op.results
+            earlier = self.seen.setdefault((op.region, key), op.results) if key is not None else op.results
         if earlier != op.results and all(map(self._alike, earlier, op.results)):
             self.same.update(zip(op.results, earlier, strict=True))
             return None

@@ -52,7 +52,8 @@ def trace(
     """
     leaves, signature = arguments.split(args, kwargs or {}, static_argnums, static_argnames)
     flat = arguments.FlatFunction(function, signature)
-    closed, constraints = compat.without_constraints(compat.without_dead_code(_jaxpr(flat, [compat.abstract(x) for x in leaves], axes or {})))
+    closed = _jaxpr(flat, [compat.abstract(x) for x in leaves], axes or {})
+    closed, constraints = compat.without_constraints(compat.without_dead_code(closed))
     in_names = arguments.names(function, signature)
     out_names = _output_names(flat.tree, flat.positions)
     flattened = flatten(closed, in_names, out_names)

@@ -121,7 +121,7 @@ def brute_force(graph: Graph, pricer: Pricer) -> float:
             else:
                 total += tree(source, frozenset(targets), aval)
         best = min(best, total)
-    return best + pricer.cluster.launch_seconds * shape.charges.num_groups
+    return best + pricer.cluster.launch_seconds * shape.charges.launches
 
 
 @pytest.mark.parametrize("seed", range(14))

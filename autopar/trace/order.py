@@ -1,0 +1,179 @@
+"""The order of a graph's ops: phases, what sinks to its reader, what is dropped, and updates leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.ir.graph import LEAVING, ROOT, Graph, Op, Operand, Phase
+
+_RANK: tuple[Phase, ...] = ("backward", "forward", "update")
+
+
+def arrange(graph: Graph) -> Graph:
+    """Phases set, dead ops dropped, the rest in the order that memory is counted in, values numbered by it."""
+    return _compact(_order_updates(_sink(_live(_phases(graph)))))
+
+
+def _phases(graph: Graph) -> Graph:
+    """Forward is what backward is computed from, and what nothing else needs; what depends on backward, or only feeds that, is the update.
+
+    Scaling the old moments needs no gradient, yet belongs to the update.
+    """
+    feeds = _ancestors(graph, [op.phase == "backward" for op in graph.ops])
+    late: set[int] = set()
+    depends = []
+    for op in graph.ops:
+        depends.append(op.phase == "backward" or any(o in late for o in op.inputs))
+        if depends[-1]:
+            late.update(op.results)
+    updates = _ancestors(graph, [d and op.phase != "backward" and not f for op, d, f in zip(graph.ops, depends, feeds, strict=True)])
+    ops, made = [], set[int]()
+    for op, feeds_backward, update in zip(graph.ops, feeds, updates, strict=True):
+        update = (update or any(o in made for o in op.inputs)) and not feeds_backward  # what reads an update's result comes after it
+        phase: Phase = "backward" if op.phase == "backward" else "update" if update else "forward"
+        made.update(op.results if phase == "update" else ())
+        ops.append(op if phase == op.phase else replace(op, phase=phase))
+    return replace(graph, ops=tuple(op for unit in units(replace(graph, ops=tuple(ops))) for op in _of_one_phase(unit)))
+
+
+def units(graph: Graph) -> list[tuple[Op, ...]]:
+    """The program's ops in groups that stay together: an op by itself, or an outermost region with what enters and leaves it."""
+    found: list[tuple[Op, ...]] = []
+    ends = {last: first for r, (first, last) in graph.spans.items() if graph.regions[r].parent == ROOT}
+    inside = {i for last, first in ends.items() for i in range(first, last)}
+    for i, op in enumerate(graph.ops):
+        if i in ends:
+            found.append(graph.ops[ends[i] : i + 1])
+        elif i not in inside:
+            found.append((op,))
+    return found
+
+
+def _of_one_phase(unit: tuple[Op, ...]) -> tuple[Op, ...]:
+    """A loop runs in one phase: that of its backward ops, if there are any."""
+    phases = {op.phase for op in unit}
+    phase = next(p for p in _RANK if p in phases)
+    return unit if len(phases) == 1 else tuple(replace(op, phase=phase) for op in unit)
+
+
+# Ops that a compiler computes again where they are used rather than keep their result from forward to backward.
+_CHEAP = frozenset(
+    "add sub mul neg div square integer_pow eq ne ge gt le lt and or not select_n convert_element_type broadcast_in_dim "
+    "reshape squeeze transpose max min copy".split()
+)
+
+
+def _sink(graph: Graph) -> Graph:
+    """Cheap forward ops that only backward reads move to just before their first reader, where their operands live on anyway."""
+    users: dict[int, list[int]] = {}
+    for i, op in enumerate(graph.ops):
+        for o in op.inputs:
+            users.setdefault(o, []).append(i)
+    outputs, inputs = graph.output_values, set(graph.inputs)
+    place = list(range(len(graph.ops)))
+    starts = [i - k for i, k in enumerate(k for unit in units(graph) for k in range(len(unit)))]
+    phases = [op.phase for op in graph.ops]
+
+    def stays(value: int, i: int) -> bool:
+        """Whether a value is kept for backward whatever happens to op i."""
+        small = graph.avals[value].size * 8 <= graph.avals[graph.ops[i].results[0]].size
+        return small or value in inputs or any(phases[u] != "forward" for u in users[value] if u != i)
+
+    for i in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[i]
+        if phases[i] != "forward" or op.primitive not in _CHEAP or op.region != ROOT or op.effects or any(r in outputs for r in op.results):
+            continue
+        readers = [u for r in op.results for u in users.get(r, ())]
+        if readers and all(phases[u] != "forward" for u in readers) and all(stays(o, i) for o in op.inputs):
+            place[i] = min(place[starts[u]] for u in readers)
+            phases[i] = "backward" if any(phases[u] == "backward" for u in readers) else "update"
+    order = sorted(range(len(graph.ops)), key=lambda i: (place[i], i))
+    return replace(graph, ops=tuple(replace(graph.ops[i], phase=phases[i]) for i in order))
+
+
+def _ancestors(graph: Graph, chosen: Sequence[bool]) -> list[bool]:
+    """Per op: whether it is chosen, or a chosen one needs its results."""
+    needed: set[int] = set()
+    found = [False] * len(graph.ops)
+    for i in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[i]
+        if chosen[i] or any(r in needed for r in op.results):
+            found[i] = True
+            needed.update(op.inputs)
+    return found
+
+
+def _live(graph: Graph) -> Graph:
+    """Without ops whose results nobody uses."""
+    needed = {o for o in graph.outputs if isinstance(o, int)}
+    given: dict[int, list[int]] = {}
+    for op in graph.ops:
+        if op.primitive in LEAVING:
+            given.setdefault(_loop(graph, op), []).extend(op.results)
+    running: set[int] = set()
+    kept: list[Op] = []
+    for op in reversed(graph.ops):
+        live = op.effects or any(r in needed for r in op.results)
+        if op.primitive in ("loop_exit", "loop_test"):  # what goes round is needed where anything of the loop is
+            live = any(r in needed for r in given[_loop(graph, op)]) or _loop(graph, op) in running
+            running.update([_loop(graph, op)] if live else [])
+        if live:
+            needed.update(op.inputs)
+            kept.append(op)
+    return replace(graph, ops=tuple(reversed(kept)))
+
+
+def _loop(graph: Graph, op: Op) -> int:
+    """The loop or branching that an op enters or leaves."""
+    region = int(op.param("region"))
+    return graph.regions[region].parent if graph.regions[region].kind == "test" else region
+
+
+def _order_updates(graph: Graph) -> Graph:
+    """Update ops depth first from each output: one leaf's update ends before the next one's begins.
+
+    `tree_map` writes them level by level, which would keep every leaf's temporaries alive at once.
+    """
+    groups = units(graph)
+    updates = {r: unit for unit in groups if unit[0].phase == "update" for op in unit for r in op.results}
+    if any(op.effects for unit in updates.values() for op in unit):
+        return graph
+    ordered: list[Op] = []
+    done: set[int] = set()
+    stack: list[tuple[Operand, bool]] = [(o, False) for o in reversed(graph.outputs)]
+    while stack:
+        value, ready = stack.pop()
+        unit = updates.get(value) if isinstance(value, int) else None
+        if unit is None or unit[0].equation in done:
+            continue
+        if ready:
+            done.add(unit[0].equation)
+            ordered.extend(unit)
+        else:
+            stack.append((value, True))
+            stack.extend((o, False) for op in reversed(unit) for o in reversed(op.inputs) if updates.get(o) is not unit)
+    return replace(graph, ops=tuple(op for unit in groups if unit[0].phase != "update" for op in unit) + tuple(ordered))
+
+
+def _compact(graph: Graph) -> Graph:
+    """Values renumbered in order of definition."""
+    number: dict[int, int] = {v: i for i, v in enumerate(graph.inputs)}
+    for op in graph.ops:
+        for r in op.results:
+            number[r] = len(number)
+
+    def new(o: Operand) -> Operand:
+        return number[o] if isinstance(o, int) else o
+
+    ops = tuple(
+        replace(op, operands=tuple(map(new, op.operands)), results=tuple(number[r] for r in op.results)) for op in graph.ops
+    )
+    old = sorted(number, key=number.__getitem__)
+    return replace(
+        graph,
+        avals=tuple(graph.avals[v] for v in old),
+        inputs=tuple(range(len(graph.inputs))),
+        outputs=tuple(map(new, graph.outputs)),
+        ops=ops,
+    )
