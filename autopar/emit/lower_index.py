@@ -52,7 +52,21 @@ def shifted_scatter(call: Call, operands: Sequence[Any]) -> list[Any]:
         index = jnp.clip(index, 0, last)
     local = index - _starts(call, mapped, operand.shape, index.dtype)
     call = _with(call, call.params | {"mode": _FILL, "indices_are_sorted": False})
+    if local.size == len(mapped):
+        return _single(call, operand, local, updates, mapped)
     return add_scattered(call, [operand, local, updates])
+
+
+def _single(call: Call, operand: Any, local: Any, updates: Any, mapped: Sequence[int]) -> list[Any]:
+    """A scatter of one window, kept within this device's part, and undone where it is not this device's.
+
+    XLA merges such a scatter with the slice that made the part, and then bounds the index by the whole array.
+    """
+    extent = _window_extents(call)
+    room = jnp.asarray([operand.shape[d] - min(extent[d], operand.shape[d]) for d in mapped], local.dtype)
+    mine = jnp.all((local >= 0) & (local <= room))
+    (found,) = add_scattered(call, [operand, jnp.clip(local, 0, room), updates])
+    return [jnp.where(mine, found, operand)]
 
 
 def keep_operand_once(call: Call, operands: Sequence[Any]) -> list[Any]:

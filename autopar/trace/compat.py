@@ -188,6 +188,30 @@ def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def broadcast_equation(shape: tuple[int, ...], dtype: str, target: tuple[int, ...], dimensions: tuple[int, ...]) -> Any:
+    """An equation of `broadcast_in_dim`."""
+    operand = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype))
+    return jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim_p.bind(x, shape=target, broadcast_dimensions=dimensions, sharding=None))(
+        operand
+    ).eqns[0]
+
+
+def run_once(equation: Any) -> Any:
+    """The closed jaxpr of a scan of one step without the loop."""
+    inner, consts, carries = (equation.params[k] for k in ("jaxpr", "num_consts", "num_carry"))
+    body, split = jex.jaxpr_as_fun(inner), consts + carries
+
+    def once(*operands: Any) -> list[Any]:
+        given = body(*operands[:split], *(jax.lax.squeeze(x, (0,)) for x in operands[split:]))
+        return [*given[:carries], *(jax.lax.expand_dims(y, (0,)) for y in given[carries:])]
+
+    return make_jaxpr(once, [abstract_aval(v.aval) for v in equation.invars])
+
+
+def abstract_aval(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
 def has_references(closed: Any) -> bool:
     """Whether a jaxpr takes mutable references."""
     return any(not hasattr(v.aval, "shape") or type(v.aval).__name__ == "AbstractRef" for v in closed.jaxpr.invars)

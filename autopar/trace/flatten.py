@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.ir.graph import ROOT, Aval, Constant, Graph, Op, Operand, Phase, Region, RegionKind
 from autopar.trace import compat
+from autopar.trace.hoist import hoist
 from autopar.trace.normalise import normalise_params
 from autopar.trace.order import arrange
 from autopar.trace.program import Equation, Flattened, Program
@@ -38,7 +39,11 @@ def flatten(closed: Any, input_names: Sequence[str] = (), output_names: Sequence
         len(constants),
         tuple(builder.regions),
     )
-    graph = arrange(simplify(graph, [e.literals for e in builder.equations]))
+    graph = simplify(graph, [e.literals for e in builder.equations])
+    if graph.regions:
+        graph = hoist(graph, builder.spread)
+        graph = simplify(graph, [e.literals for e in builder.equations])
+    graph = arrange(graph)
     return Flattened(graph, Program(tuple(builder.equations), tuple(c for _, c in builder.lifted.values()), literals))
 
 
@@ -175,6 +180,12 @@ class _Builder:
         last = len(self.equations) - 1
         self.ops.append(Op(kind, params, plain, results, phase, scope(where.stack), where.source, last, region=where.region))
         return results[0] if results else None
+
+    def spread(self, aval: Aval, shape: tuple[int, ...], dimensions: tuple[int, ...], like: int) -> int:
+        """An equation that broadcasts a value of this aval, with the literals of equation `like`; returns its index."""
+        equation = compat.broadcast_equation(aval.shape, aval.dtype, shape, dimensions)
+        self.equations.append(Equation(equation, self.equations[like].literals))
+        return len(self.equations) - 1
 
     def subgraph(self, closed: Any) -> Graph:
         """The graph of a body, one per cached jaxpr; its equations are not bound one by one."""
