@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from autopar.ir.graph import LEAVING, ROOT, Graph, Op, Operand, Phase
 
-_RANK: tuple[Phase, ...] = ("backward", "forward", "update")
-
 
 def arrange(graph: Graph) -> Graph:
     """Phases set, dead ops dropped, the rest in the order that memory is counted in, values numbered by it."""
@@ -20,21 +18,22 @@ def _phases(graph: Graph) -> Graph:
 
     Scaling the old moments needs no gradient, yet belongs to the update.
     """
-    feeds = _ancestors(graph, [op.phase == "backward" for op in graph.ops])
+    groups = units(graph)
+    backward = [any(op.phase == "backward" for op in unit) for unit in groups]
+    feeds = _ancestors(groups, backward)
     late: set[int] = set()
     depends = []
-    for op in graph.ops:
-        depends.append(op.phase == "backward" or any(o in late for o in op.inputs))
-        if depends[-1]:
-            late.update(op.results)
-    updates = _ancestors(graph, [d and op.phase != "backward" and not f for op, d, f in zip(graph.ops, depends, feeds, strict=True)])
+    for unit, b in zip(groups, backward, strict=True):
+        depends.append(b or any(o in late for op in unit for o in op.inputs))
+        late.update(r for op in unit if depends[-1] for r in op.results)
+    updates = _ancestors(groups, [d and not b and not f for d, b, f in zip(depends, backward, feeds, strict=True)])
     ops, made = [], set[int]()
-    for op, feeds_backward, update in zip(graph.ops, feeds, updates, strict=True):
-        update = (update or any(o in made for o in op.inputs)) and not feeds_backward  # what reads an update's result comes after it
-        phase: Phase = "backward" if op.phase == "backward" else "update" if update else "forward"
-        made.update(op.results if phase == "update" else ())
-        ops.append(op if phase == op.phase else replace(op, phase=phase))
-    return replace(graph, ops=tuple(op for unit in units(replace(graph, ops=tuple(ops))) for op in _of_one_phase(unit)))
+    for unit, b, feeds_backward, update in zip(groups, backward, feeds, updates, strict=True):
+        after = update or any(o in made for op in unit for o in op.inputs)  # what reads an update's result comes after it
+        phase: Phase = "backward" if b else "update" if after and not feeds_backward else "forward"
+        made.update(r for op in unit if phase == "update" for r in op.results)
+        ops.extend(op if phase == op.phase else replace(op, phase=phase) for op in unit)
+    return replace(graph, ops=tuple(ops))
 
 
 def units(graph: Graph) -> list[tuple[Op, ...]]:
@@ -48,13 +47,6 @@ def units(graph: Graph) -> list[tuple[Op, ...]]:
         elif i not in inside:
             found.append((op,))
     return found
-
-
-def _of_one_phase(unit: tuple[Op, ...]) -> tuple[Op, ...]:
-    """A loop runs in one phase: that of its backward ops, if there are any."""
-    phases = {op.phase for op in unit}
-    phase = next(p for p in _RANK if p in phases)
-    return unit if len(phases) == 1 else tuple(replace(op, phase=phase) for op in unit)
 
 
 # Ops that a compiler computes again where they are used rather than keep their result from forward to backward.
@@ -92,15 +84,14 @@ def _sink(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(replace(graph.ops[i], phase=phases[i]) for i in order))
 
 
-def _ancestors(graph: Graph, chosen: Sequence[bool]) -> list[bool]:
-    """Per op: whether it is chosen, or a chosen one needs its results."""
+def _ancestors(groups: Sequence[tuple[Op, ...]], chosen: Sequence[bool]) -> list[bool]:
+    """Per unit: whether it is chosen, or a chosen one needs its results."""
     needed: set[int] = set()
-    found = [False] * len(graph.ops)
-    for i in range(len(graph.ops) - 1, -1, -1):
-        op = graph.ops[i]
-        if chosen[i] or any(r in needed for r in op.results):
+    found = [False] * len(groups)
+    for i in range(len(groups) - 1, -1, -1):
+        if chosen[i] or any(r in needed for op in groups[i] for r in op.results):
             found[i] = True
-            needed.update(op.inputs)
+            needed.update(o for op in groups[i] for o in op.inputs)
     return found
 
 
