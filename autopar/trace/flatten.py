@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.ir.graph import Aval, Constant, Graph, Op, Operand, Phase
+from autopar.rules import has_user_rule
 from autopar.trace import compat
 from autopar.trace.normalise import normalise_params
 from autopar.trace.program import Equation, Flattened, Program
@@ -102,11 +103,18 @@ class _Builder:
 
     def equation(self, equation: Any, operands: list[Any], where: _Where) -> Sequence[Any]:
         here = _Where(_join(where.stack, compat.name_stack(equation)), where.source)
-        inner = compat.opened(equation)
+        inner = None if self.stays_closed(equation) else compat.opened(equation)
         if inner is not None:
             constants = [self.lift(c) for c in inner.consts]
             return self.run(inner.jaxpr, constants, operands, replace(here, source=compat.source_line(equation) or where.source))
         return self.add(equation, operands, here)
+
+    def stays_closed(self, equation: Any) -> bool:
+        """Whether a user's rule stands for this call of a jitted function."""
+        if equation.primitive.name not in ("jit", "pjit"):
+            return False
+        operands, results = [self.aval(v.aval) for v in equation.invars], [self.aval(v.aval) for v in equation.outvars]
+        return has_user_rule(f"jit:{compat.call_name(equation)}", operands, results)
 
     def lift(self, value: Any) -> int:
         """A constant of an opened call as an input of the graph, one per array."""
