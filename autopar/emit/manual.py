@@ -171,11 +171,11 @@ class _Device:
         """What a gated move waits for: another operand of its op, as it was made; where an earlier op already needs the move, the
         newest value there is.
         """
-        op = self.emission.graph.ops[m.gate]
-        for o in op.operands:
-            if isinstance(o, int) and o != m.value and o in self.made and o not in self.emission.graph.free:
+        graph = self.emission.graph
+        for o in graph.ops[m.gate].inputs:
+            if o != m.value and o in self.made and o not in graph.free and graph.avals[o].size:
                 return self.made[o]
-        return next(reversed(self.made.values()))
+        return next(x for x in reversed(self.made.values()) if x.size)
 
 
 def _cast(x: Any, dtype: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.emit.manual import Emission, named_sharding
 from autopar.emit.regions import run
@@ -57,8 +57,14 @@ class _Values:
         op = self.graph.ops[i]
         equation = self.equations[op.equation].equation
         operands = [self.operand(i, k) for k in range(len(op.operands))]
+        grouped = op.primitive == "conv_general_dilated" and max(op.param("feature_group_count"), op.param("batch_group_count")) > 1
+        if grouped:  # the compiler's partitioner cuts these wrongly, or aborts
+            operands = [self.whole(x) for x in operands]
         for k, x in enumerate(compat.bind(equation, operands, dict(equation.params))):
-            self.keep(i, k, x)
+            self.keep(i, k, self.whole(x) if grouped else x)
+
+    def whole(self, x: Any) -> Any:
+        return _constrain(x, NamedSharding(self.mesh, PartitionSpec()))
 
     def operand(self, i: int, k: int) -> Any:
         op = self.graph.ops[i]

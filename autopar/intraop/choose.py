@@ -153,7 +153,7 @@ def choose(
     if not found and unanswered:
         raise unanswered[0]
     if not found:
-        raise min(refused, key=lambda e: e.peak_bytes)
+        raise min(refused, key=lambda e: e.peak_bytes or float("inf"))  # 0: no time to find the least
     best = min(found, key=lambda c: c.price.total_s)
     total = replace(best, enumerate_s=sum(c.enumerate_s for c in found), solve_s=sum(c.solve_s for c in found))
     return total, tuple(tried)
@@ -212,7 +212,7 @@ def _infeasible(error: Infeasible, problem: Problem, layout: Layout) -> Infeasib
     suggestions = (
         f"give each device at least {peak} bytes (memory_bytes={peak})",
         f"use about {needed} devices of this kind instead of {layout.mesh.num_devices}",
-        "use a smaller batch, or wrap layers in jax.checkpoint",
+        "use a smaller batch",
     )
     least = "is" if error.proven else "found is"
     largest = "; ".join(f"{what}: {nbytes:,} bytes" for what, nbytes in items[:5])

@@ -171,7 +171,7 @@ def _gate(graph: Graph, member: Member, late: bool = True) -> int:
     """The first forward or the first later op that reads the value beside another one: what must not be early waits for that operand."""
     readers = sorted(i for uses in member.uses for i, _ in uses if i < len(graph.ops) and (graph.ops[i].phase != "forward") == late)
     for i in readers:
-        if any(isinstance(o, int) and o != member.value and o not in graph.free for o in graph.ops[i].operands):
+        if any(o != member.value and o not in graph.free and graph.avals[o].size for o in graph.ops[i].inputs):
             return i
     return -1
 

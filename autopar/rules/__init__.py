@@ -2,7 +2,7 @@
 
 from autopar.rules import conv, dot, elementwise, index, linalg, random, reduce, region, shape
 from autopar.rules.control import OPAQUE, why_whole
-from autopar.rules.registry import has_rule, local_function, primitives, register, register_rule, remove_rule, rule_for
+from autopar.rules.registry import has_rule, has_user_rule, local_function, primitives, register, register_rule, remove_rule, rule_for
 
 __all__ = [
     "OPAQUE",
@@ -10,6 +10,7 @@ __all__ = [
     "dot",
     "elementwise",
     "has_rule",
+    "has_user_rule",
     "index",
     "linalg",
     "local_function",

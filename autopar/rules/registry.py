@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -56,6 +56,17 @@ def remove_rule(name: str) -> None:
     _rule.cache_clear()
 
 
+def has_user_rule(name: str, operands: Sequence[Aval], results: Sequence[Aval]) -> bool:
+    """Whether a user's rule under this name fits these avals. (The derivative of a jitted function has its name, and other operands.)"""
+    if name not in _USER_RULES:
+        return False
+    try:
+        instantiate(_USER_RULES[name][0], operands, results)
+    except RuleError:
+        return False
+    return True
+
+
 def has_rule(op: Op) -> bool:
     """Whether the table or the user has a rule for `op`; otherwise it runs whole."""
     return op.primitive in _RULES or user_name(op) in _USER_RULES
@@ -107,6 +118,8 @@ def _lookup(name: str, *key: Any) -> ShardingRule:
 def _rule(name: str, primitive: str, params: tuple, operands: Avals, results: Avals, constants: tuple) -> ShardingRule:
     if name in _USER_RULES and _applies(name, operands, results, params):
         return instantiate(_USER_RULES[name][0], operands, results)
+    if any(not a.size for a in (*operands, *results)):
+        return whole_rule(operands, results)  # no work to share, and compilers fold away what would be moved
     if primitive in _RULES:
         return _RULES[primitive](operands, results, constants=constants, **dict(params))
     return whole_rule(operands, results)

@@ -61,10 +61,15 @@ class FlatFunction:
         self.tree: Any = None
         self.positions: tuple[int, ...] = ()
         self.statics: tuple[tuple[int, Any], ...] = ()
+        self.changed = False
+        """Whether the function changed its arguments in place."""
 
     def __call__(self, *leaves: Any) -> list[Any]:
         args, kwargs = self.signature.rebuild(leaves)
+        before = jax.tree.leaves((args, kwargs))
         result, self.tree = jax.tree.flatten(self.function(*args, **kwargs))
+        after = jax.tree.leaves((args, kwargs))
+        self.changed = len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True))
         self.positions = tuple(i for i, r in enumerate(result) if compat.is_array_like(r))
         self.statics = tuple((i, r) for i, r in enumerate(result) if not compat.is_array_like(r))
         return [result[i] for i in self.positions]

@@ -196,6 +196,11 @@ def broadcast_equation(shape: tuple[int, ...], dtype: str, target: tuple[int, ..
     ).eqns[0]
 
 
+def scalar_zero(dtype: str) -> Any:
+    """Zero as a NumPy scalar of this dtype."""
+    return np.zeros((), jax.numpy.dtype(dtype))[()]
+
+
 def run_once(equation: Any) -> Any:
     """The closed jaxpr of a scan of one step without the loop."""
     inner, consts, carries = (equation.params[k] for k in ("jaxpr", "num_consts", "num_carry"))

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autopar.ir.dtypes import is_key
 from autopar.ir.graph import ROOT, Aval, Constant, Graph, Op, Operand, Phase, Region, RegionKind
+from autopar.rules import has_user_rule
 from autopar.trace import compat
 from autopar.trace.hoist import hoist
 from autopar.trace.normalise import normalise_params
@@ -114,11 +116,18 @@ class _Builder:
         opens = opener(equation)
         if opens is not None:
             return opens(self, equation, operands, replace(here, source=compat.source_line(equation) or where.source))
-        inner = compat.opened(equation)
+        inner = None if self.stays_closed(equation) else compat.opened(equation)
         if inner is not None:
             constants = [self.lift(c) for c in inner.consts]
             return self.run(inner.jaxpr, constants, operands, replace(here, source=compat.source_line(equation) or where.source))
         return self.add(equation, operands, here)
+
+    def stays_closed(self, equation: Any) -> bool:
+        """Whether a user's rule stands for this call of a jitted function."""
+        if equation.primitive.name not in ("jit", "pjit"):
+            return False
+        operands, results = [self.aval(v.aval) for v in equation.invars], [self.aval(v.aval) for v in equation.outvars]
+        return has_user_rule(f"jit:{compat.call_name(equation)}", operands, results)
 
     def lift(self, value: Any) -> int:
         """A constant of an opened call as an input of the graph, one per array."""
@@ -132,6 +141,9 @@ class _Builder:
         plain = tuple(o.constant if isinstance(o, _Literal) else o for o in operands)
         bodies = compat.inner_jaxprs(equation)
         effects = bool(equation.effects)
+        avals = [self.aval(v.aval) for v in equation.outvars]
+        if avals and not effects and not any(a.size or is_key(a.dtype) or a.dtype == "float0" for a in avals):
+            return tuple(self.nothing(a, where) for a in avals)
         key = None if effects or bodies or "<" in str(params) else (equation.primitive.name, params, plain, where.region)
         if key is not None and key in self.seen:
             return self.seen[key]
@@ -180,6 +192,22 @@ class _Builder:
         last = len(self.equations) - 1
         self.ops.append(Op(kind, params, plain, results, phase, scope(where.stack), where.source, last, region=where.region))
         return results[0] if results else None
+
+    def nothing(self, aval: Aval, where: _Where) -> int:
+        """A value without elements, made of a literal: it needs no operand's numbers."""
+        zero = Aval((), aval.dtype)
+        literal = compat.scalar_zero(aval.dtype)
+        self.equations.append(Equation(compat.broadcast_equation((), aval.dtype, aval.shape, ()), {0: literal}))
+        params = (("broadcast_dimensions", ()), ("shape", aval.shape), ("sharding", None))
+        result, last = self.value_of(aval), len(self.equations) - 1
+        operand, name = Constant(zero, repr(_plain_number(literal))), scope(where.stack)
+        op = Op("broadcast_in_dim", params, (operand,), (result,), "forward", name, where.source, last, region=where.region)
+        self.ops.append(op)
+        return result
+
+    def value_of(self, aval: Aval) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
 
     def spread(self, aval: Aval, shape: tuple[int, ...], dimensions: tuple[int, ...], like: int) -> int:
         """An equation that broadcasts a value of this aval, with the literals of equation `like`; returns its index."""

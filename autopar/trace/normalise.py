@@ -48,5 +48,5 @@ def _opaque(value: Any) -> str:
 
 
 def normalise_params(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """All parameters of an equation, by name in the order in which JAX keeps them."""
-    return tuple((k, normalise(v)) for k, v in params.items())
+    """All parameters of an equation, by name in the order in which JAX keeps them. What a scatter applies is written out."""
+    return tuple((k, str(v) if k == "update_jaxpr" and v is not None else normalise(v)) for k, v in params.items())

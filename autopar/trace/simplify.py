@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from autopar.ir.graph import BOUNDARY, Graph, Op, Operand
 
 Literals = Sequence[Mapping[int, Any]]
+_NARROW = frozenset({"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"})
 _COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
 _NOTHING = frozenset({"copy", "copy_p", "stop_gradient", "name"})
 _SPREADS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "transpose"})
@@ -173,21 +176,21 @@ class _Simplifier:
         numbers = [self._number(op, k) for k in range(len(op.operands))]
         if not numbers or len(op.results) != 1 or any(n is None or n != n for n in numbers):
             return
+        result = self.graph.avals[op.results[0]].dtype
         if op.primitive in _SPREADS:
-            if math.isinf(numbers[0]) or self._cast(op)(numbers[0]) == numbers[0]:
-                self.uniform[op.results[0]] = numbers[0]
+            found = numbers[0]
         elif op.primitive in _ARITHMETIC:
-            self.uniform[op.results[0]] = _ARITHMETIC[op.primitive](*numbers)
+            found = _computed(_ARITHMETIC[op.primitive], numbers, [self.graph.aval(o).dtype for o in op.operands])
         elif op.primitive == "select_n":
-            self.uniform[op.results[0]] = numbers[1 + int(numbers[0])]
-
-    def _cast(self, op: Op) -> Callable[[Any], Any]:
-        dtype = self.graph.avals[op.results[0]].dtype
-        return bool if dtype == "bool" else int if dtype.startswith(("int", "uint")) else float
+            found = numbers[1 + int(numbers[0])]
+        else:
+            return
+        if found is not None and _holds(result, found):
+            self.uniform[op.results[0]] = found
 
     def _key(self, op: Op) -> Any:
         """What the op computes: equal keys, equal results. None where nothing is known about it."""
-        name, params = op.primitive, tuple(p for p in op.params if not p[0].startswith("update_"))
+        name, params = op.primitive, tuple(p for p in op.params if p[0] != "update_jaxpr" or op.primitive == "scatter")
         operands = tuple(o if isinstance(o, int) else (o.aval.dtype, o.text) for o in op.operands)
         if "<" in str(params):
             return None
@@ -199,3 +202,22 @@ class _Simplifier:
         name = "add" if name == "add_any" else name
         operands = tuple(sorted(operands, key=str)) if name in _COMMUTATIVE else operands
         return (name, operands) if name in ("add", "mul") else (name, params, operands)
+
+
+def _computed(function: Callable[..., Any], numbers: Sequence[Any], dtypes: Sequence[str]) -> Any:
+    """What the arithmetic gives in these dtypes, with their rounding and wrap-around; None for dtypes that are not known here."""
+    if not _NARROW.issuperset(dtypes):
+        return None
+    with np.errstate(all="ignore"):
+        return np.asarray(function(*(np.asarray([n]).astype(d) for n, d in zip(numbers, dtypes, strict=True)))).item()
+
+
+def _holds(dtype: str, number: Any) -> bool:
+    """Whether a dtype has exactly this number."""
+    if dtype not in _NARROW:
+        return bool(number == 0 or number == 1 or (isinstance(number, float) and math.isinf(number)))
+    with np.errstate(all="ignore"):
+        try:
+            return bool(np.asarray([number]).astype(dtype).item() == number)
+        except OverflowError:
+            return False

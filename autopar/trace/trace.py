@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,7 +60,10 @@ def trace(
     flattened = flatten(closed, in_names, out_names)
     _check_supported(flattened.graph)
     roles = _roles(signature, flat, flattened.graph)
-    roles = replace(roles, notes=(*roles.notes, *map(_dropped, constraints)))
+    changed = (_changed(function),) if flat.changed else ()
+    for note in changed:
+        warnings.warn(note, stacklevel=2)
+    roles = replace(roles, notes=(*roles.notes, *changed, *map(_dropped, constraints)))
     return Traced(function, signature, flattened.graph, flattened.program, roles, flat)
 
 
@@ -93,6 +97,14 @@ def _check_supported(graph: Graph) -> None:
             )
         for inner in op.subgraphs:
             _check_supported(inner)
+
+
+def _changed(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", repr(function))
+    return (
+        f"`{name}` changes an argument in place, which is lost under jax.jit and here: return the new value. "
+        "With flax nnx, split the model and return its state: `nnx.split`, `nnx.merge`."
+    )
 
 
 def _dropped(line: str) -> str:
