@@ -146,7 +146,8 @@ def add_network(network: Network, builder: SideBuilder, local_bytes: Sequence[in
 
     With one user its flow is the opening; with several, each has a flow of its own below the openings.
     """
-    openings = _openings(network, builder)
+    counted = max(local_bytes, default=0) > small
+    openings = _openings(network, builder, counted)
     for o in openings:
         _charge(network, o, builder, local_bytes[o.head], small)
         if o.held:
@@ -184,14 +185,15 @@ def tighten(network: Network, openings: Sequence[Opening], choice: Sequence[int]
             side[o.column] = max(side[f] for f in o.flows)
 
 
-def _openings(network: Network, builder: SideBuilder) -> tuple[Opening, ...]:
+def _openings(network: Network, builder: SideBuilder, counted: bool) -> tuple[Opening, ...]:
+    """The arcs of a network. One user's flow takes a cheapest path by itself, unless forms are `counted` in memory: then it could split."""
     g, count = network.graph, len(network.members)
     sources = frozenset(g.index[s] for s in network.vector)
     if len(network.users) == 1:
         arcs = g.useful(sources, frozenset(g.index[s] for s in network.users[0].vector))
     else:
         arcs = g.lean
-    whole = len(network.users) > 1 or network.layers == 2
+    whole = counted or len(network.users) > 1 or network.layers == 2
     found = []
     used = {a.head for a in arcs} | sources
     for layer in range(network.layers):
