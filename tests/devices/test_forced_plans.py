@@ -6,6 +6,7 @@ from collections import Counter
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import rule_examples
@@ -61,6 +62,16 @@ def test_a_random_plan_of_a_small_step_runs_as_planned(name, sizes, seed):
 @pytest.mark.parametrize("name", STEPS)
 def test_the_optimum_of_a_small_step_runs_as_planned(name):
     assert_agrees(small(name), (2, 4), "fast-link")
+
+
+@pytest.mark.parametrize("mode", ["drop", "clip"])
+def test_a_scatter_of_one_row_stays_in_its_part(mode):
+    """XLA bounds its index by the array that the part was sliced from."""
+    with jax.enable_x64(True):
+        array, row = jnp.arange(12 * 24.0).reshape(12, 24), -jnp.arange(24.0)
+        subject = program("row", lambda a, v, i: a.at[i].set(v, mode=mode), (array, row, jnp.int64(3)))
+    for seed in range(9):
+        assert_agrees(subject, (2, 4), "random", seed)
 
 
 def test_on_a_mesh_of_one_device_a_random_plan_cuts_nothing():

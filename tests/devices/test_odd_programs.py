@@ -16,7 +16,7 @@ from autopar.intraop.connect import connect
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import Strategy
-from autopar.rules import rule_for
+from autopar.rules import remove_rule, rule_for
 from autopar.runtime.executor import make_mesh
 from autopar.trace.trace import trace
 
@@ -120,3 +120,81 @@ def test_a_metric_may_read_what_only_feeds_the_update():
 
     found, expected = beside(step, X, X)
     assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x.at[3].apply(jnp.sin), x.at[3].apply(jnp.cos)),
+        lambda x: jnp.where(jnp.uint8(200) + jnp.uint8(100) < 250, x, -x),
+        lambda x: jnp.where(jnp.uint8(10) - jnp.uint8(20) < 0, x, -x),
+        lambda x: jnp.where(jnp.ones((), jnp.float32) + jnp.float32(1e-9) == 1, x, -x),
+        lambda x: jnp.where(jnp.float32(0.1) + jnp.float32(0.2) == jnp.float32(0.3), x, -x),
+        lambda x: jnp.where(jnp.full((8,), 300, jnp.int32).astype(jnp.int8) < 100, x, -x),
+        lambda x: jnp.where(jnp.full((8,), 1e-9, jnp.float32).astype(jnp.float16) == 0, x, -x),
+    ],
+    ids=["apply", "wraps", "below zero", "rounds", "sum", "narrows", "vanishes"],
+)
+def test_what_is_known_of_constants_holds_in_their_dtype(function):
+    assert_close(*beside(function, jnp.arange(1.0, 9.0)))
+
+
+def test_an_empty_batch_is_planned_without_collectives_and_runs():
+    def step(p, b):
+        return p - jax.grad(lambda p: jnp.mean((b @ p) ** 2))(p), 0.0
+
+    args = jnp.ones((16, 16)), jnp.ones((0, 16))
+    plan = autopar.plan(step, args, "fast-link:8")
+    assert not plan.collectives
+    assert plan.verify(step, args).agree
+
+
+def test_a_jitted_function_with_a_rule_stays_closed_and_its_derivative_does_not():
+    @jax.jit
+    def shown(x):
+        return jnp.sin(x)
+
+    autopar.register_rule("jit:shown", "i -> i", local=jnp.cos)
+    try:
+        x = jnp.arange(8.0)
+        assert_close(autopar.parallelize(lambda x: shown(x) * 2, FAST)(x), 2 * jnp.cos(x), 1e-6)
+        assert_close(autopar.parallelize(jax.grad(lambda x: shown(x).sum()), FAST)(x), jnp.cos(x), 1e-6)
+    finally:
+        remove_rule("jit:shown")
+
+
+def test_an_argument_changed_in_place_is_told():
+    def step(state, x):
+        state["w"] = state["w"] - x
+        return x.sum()
+
+    with pytest.warns(UserWarning, match="changes an argument in place"):
+        plan = autopar.plan(step, ({"w": jnp.ones(8)}, jnp.ones(8)), FAST)
+    assert any("in place" in note for note in plan.notes)
+
+
+def test_the_jit_emitter_runs_grouped_convolutions_whole():
+    def loss(w, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return (jax.lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=numbers, feature_group_count=2) ** 2).sum()
+
+    key = jax.random.key(0)
+    args = jax.random.normal(key, (3, 3, 3, 12)), jax.random.normal(key, (8, 8, 8, 6))
+    found = autopar.parallelize(jax.value_and_grad(loss), "fast-link:4", emitter="jit")(*args)
+    assert_close(found, jax.value_and_grad(loss)(*args), 1e-4)
+
+
+def test_complex_steps_are_verified_and_one_wrong_leaf_shows():
+    step, x = lambda x: ((x * 1j) @ x.T, (x * 1j).sum(0)), jax.random.normal(jax.random.key(0), (24, 48))
+    assert autopar.plan(step, (x,), FAST).verify(step, (x,)).numbers.agree
+
+    def train(state, x):
+        return {"w": state["w"] * 0.999, "b": jax.lax.erf(state["b"])}, ((x @ state["w"]) ** 2).mean()
+
+    state, batch = {"w": jnp.ones((48, 48)), "b": jnp.full(48, 1e-2)}, x
+    autopar.register_rule("erf", "i -> i", local=lambda b, **_: b * 3.0)
+    try:
+        checked = autopar.plan(train, (state, batch), FAST).verify(train, (state, batch))
+    finally:
+        remove_rule("erf")
+    assert not checked.numbers.agree and "['b']" in checked.numbers.detail

@@ -73,8 +73,8 @@ def test_a_random_plan_of_a_step_with_this_optimiser_runs_as_planned(name):
     random = np.random.default_rng(0)
     with jax.enable_x64(True):
         optimizer = OPTIMIZERS[name]()
-        params = {"w1": random.standard_normal((16, 48)) / 4, "b1": np.ones(48), "w2": random.standard_normal((48, 8)) / 7, "b2": np.ones(8)}
-        params = jax.tree.map(jnp.asarray, params)
+        weights = {"w1": random.standard_normal((16, 48)) / 4, "w2": random.standard_normal((48, 8)) / 7}
+        params = jax.tree.map(jnp.asarray, weights | {"b1": np.ones(48), "b2": np.ones(8)})
         batch = jnp.asarray(random.standard_normal((24, 16))), jnp.asarray(random.standard_normal((24, 8)))
         subject = program(name, step_with(optimizer), ((params, optimizer.init(params)), *batch))
     assert_agrees(subject, (2, 4), "random")
