@@ -14,13 +14,14 @@ from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import operand_sharding, result_sharding
 
 _Form = tuple[int, TensorSharding, int]
+_Array = tuple[Hashable, frozenset[int]]
 
 
 def merging_casts(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan) -> set[int]:
     """The casts that make collectives of a plan one to the compiler.
 
-    Narrow partial sums are held in float32. A cast of partial sums from bfloat16 to float32, or back, does nothing: both values are one
-    array, and collectives that move them alike are one. Where the cast takes reduced values instead, nothing is left to merge.
+    Narrow partial sums are held in float32. A cast of partial sums from bfloat16 to float32 does nothing: both values are one array, and
+    collectives that move them alike are one. Where the cast takes reduced values instead, nothing is left to merge.
 
     Partial max and min count as one array, too: CPU compilers reduce them in float32.
     """
@@ -34,17 +35,19 @@ def merging_casts(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPla
 
 @dataclass
 class _Arrays:
-    """`arrays` maps a form to the number of its local array and the casts that this array has come through."""
+    """`arrays` maps a form to the number of its local array and the casts that this array has come through; `made` maps what is done
+    to arrays to the first form that it made, and the casts before.
+    """
 
     graph: Graph
     rules: Sequence[ShardingRule]
     plan: ShardingPlan
-    arrays: dict[_Form, tuple[int, frozenset[int]]] = field(default_factory=dict)
-    made: dict[Hashable, _Form] = field(default_factory=dict)
+    arrays: dict[_Form, _Array] = field(default_factory=dict)
+    made: dict[Hashable, tuple[_Form, frozenset[int]]] = field(default_factory=dict)
     merging: set[int] = field(default_factory=set)
     numbers: Iterator[int] = field(default_factory=count)
 
-    def of(self, form: _Form) -> tuple[int, frozenset[int]]:
+    def of(self, form: _Form) -> _Array:
         if form not in self.arrays:
             self.arrays[form] = next(self.numbers), frozenset()
         return self.arrays[form]
@@ -63,7 +66,7 @@ class _Arrays:
                 self._make(form, (op.primitive, op.params, strategy, dtype, k, *(n for n, _ in read)), casts)
             self.moves(r)
 
-    def _read(self, i: int, k: int) -> tuple[Hashable, frozenset[int]]:
+    def _read(self, i: int, k: int) -> _Array:
         operand = self.graph.ops[i].operands[k]
         if not isinstance(operand, int):
             return operand.text, frozenset()
@@ -77,20 +80,16 @@ class _Arrays:
 
     def _move(self, m: PlannedMove) -> None:
         number, casts = self.of((m.value, m.source, m.source_generation))
-        target = (m.value, m.target, m.generation)
         key = (number, m.move)
         if key in self.made and m.move.communicates:
-            self.merging |= casts | self.of(self.made[key])[1]
-        if m.target.partial:
-            self._make(target, key, casts)
-        else:
-            self.made.setdefault(key, target)
-            self.arrays[target] = next(self.numbers), casts
+            self.merging |= casts | self.made[key][1]
+        self._make((m.value, m.target, m.generation), key, casts)
 
     def _make(self, form: _Form, key: Hashable, casts: frozenset[int]) -> None:
-        """Number a form that is the same array as what else `key` makes."""
-        first = self.made.setdefault(key, form)
-        self.arrays[form] = next(self.numbers) if first == form else self.of(first)[0], casts
+        """Number a form: while partial it is the same array as what else `key` makes, else it is rounded to its own dtype."""
+        first = self.made.setdefault(key, (form, casts))[0]
+        if form[1].partial:
+            self.arrays[form] = next(self.numbers) if first == form else self.of(first)[0], casts
 
 
 def _casts(graph: Graph, op: Op, dtype: str) -> bool:
