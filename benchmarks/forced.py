@@ -28,6 +28,7 @@ from autopar.emit.compare import CollectiveCheck, compare_collectives
 from autopar.emit.hlo import read_collectives
 from autopar.emit.manual import Emission
 from autopar.errors import InfeasibleError, SolverError
+from autopar.intraop.choose import Chosen
 from autopar.intraop.forced import cut_share, random_plan
 from autopar.intraop.price import collectives
 from autopar.ir.check import check_plan
@@ -83,9 +84,8 @@ def plan_for(program: Program, mesh: LogicalMesh, kind: str, seed: int) -> tuple
         pricer = Pricer(cost_models.load_cluster(f"fast-link:{mesh.num_devices}"), mesh)
         return _random(program, pricer, seed), pricer
     cluster = cost_models.load_cluster(f"{'host' if kind == 'optimum' else kind}:{mesh.num_devices}", measure=False)
-    compilation = Compilation(program.traced, cluster, (mesh,), Options(memory_bytes=_tight(program, cluster, mesh, kind)))
-    chosen = compile_plan(compilation).chosen
-    assert chosen is not None
+    free = _optimum(program, cluster, mesh, Options())
+    chosen = _tight(program, cluster, mesh, free) if kind == "tight-memory" else free
     return chosen.plan, chosen.pricer
 
 
@@ -99,20 +99,25 @@ def _random(program: Program, pricer: Pricer, seed: int) -> ShardingPlan:
     return plan
 
 
-def _tight(program: Program, cluster: Any, mesh: LogicalMesh, kind: str) -> int | None:
-    """For tight memory, the smallest share of what the plan takes freely for which a plan is found."""
-    if kind != "tight-memory":
-        return None
-    free = compile_plan(Compilation(program.traced, cluster, (mesh,), Options())).plan
-    assert free is not None
+def _optimum(program: Program, cluster: Any, mesh: LogicalMesh, options: Options) -> Chosen:
+    chosen = compile_plan(Compilation(program.traced, cluster, (mesh,), options)).chosen
+    assert chosen is not None
+    return chosen
+
+
+def _tight(program: Program, cluster: Any, mesh: LogicalMesh, free: Chosen) -> Chosen:
+    """The plan for the smallest share of the free plan's peak for which one is found in time; where none is, the free plan.
+
+    No budget at or just above the free plan's peak is tried: that solve may find no answer in time either. It is another programme,
+    since what is small enough to be left out of the memory rows depends on the budget, and the free plan need not have been proven.
+    """
     for share in _SHARES:
-        budget = int(free.predicted.peak_bytes * share)
+        options = Options(memory_bytes=int(free.peak_bytes * share), time_limit_s=_PATIENCE_S)
         try:
-            compile_plan(Compilation(program.traced, cluster, (mesh,), Options(memory_bytes=budget, time_limit_s=_PATIENCE_S)))
+            return _optimum(program, cluster, mesh, options)
         except (InfeasibleError, SolverError):
             continue
-        return budget
-    return free.predicted.peak_bytes
+    return free
 
 
 def executable(program: Program, plan: ShardingPlan, compiler_options: Mapping[str, Any] = QUICK) -> Executable:

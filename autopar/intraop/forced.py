@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from random import Random
 
 from autopar import costs
 from autopar.intraop.canonical import canonicalise
 from autopar.intraop.connect import connect
+from autopar.intraop.merges import merging_casts
 from autopar.intraop.reshard import Price, border_shardings
 from autopar.intraop.strategies import enumerate_strategies
 from autopar.ir.graph import Aval, Constant, Graph, Op, Operand
@@ -44,7 +45,8 @@ def random_plan(
     """A random legal plan, the same for the same seed.
 
     Each op takes a random strategy; `shares.stay` of them one that keeps its operands as they came, so that partial sums pass on.
-    State comes out as it goes in. What no input feeds is made where and as it is used.
+    State comes out as it goes in. What no input feeds is made where and as it is used. A cast that would make two collectives one to
+    the compiler takes reduced values.
     """
     random = Random(seed)
     inputs = [random.choice(_border_shardings(graph.avals[v], mesh)) for v in graph.inputs]
@@ -53,7 +55,12 @@ def random_plan(
     tied = {o: inputs[i] for i, o in carried}
     outputs = [tied.get(k) or _output(graph, o, mesh, random) for k, o in enumerate(graph.outputs)]
     _follow_users(graph, rules, mesh, strategies)
-    return canonicalise(graph, rules, connect(graph, rules, mesh, strategies, inputs, outputs, price))
+    while True:
+        plan = canonicalise(graph, rules, connect(graph, rules, mesh, strategies, inputs, outputs, price))
+        casts = merging_casts(graph, rules, plan)
+        if not casts:
+            return plan
+        strategies = [replace(s, passes=()) if i in casts else s for i, s in enumerate(strategies)]
 
 
 @dataclass

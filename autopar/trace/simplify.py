@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.graph import BOUNDARY, Graph, Op, Operand
@@ -20,8 +21,8 @@ _COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", 
 _NOTHING = frozenset({"copy", "copy_p", "stop_gradient", "name"})
 _SPREADS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "transpose"})
 # Ops that lay the same elements out in another shape, where they neither repeat nor combine any.
-_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose"})
-_RESHAPES |= {f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")}
+_REDUCTIONS = frozenset(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or", "xor"))
+_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose"}) | _REDUCTIONS
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -134,7 +135,7 @@ class _Simplifier:
         return 1 if len(set(op.operands[1:])) == 1 else None
 
     def _undone(self, op: Op) -> int | None:
-        """What this op makes of another of its kind: the operand of two negations, transposes or reshapes that undo each other."""
+        """What this op makes of another of its kind: the operand of two negations, transposes, reshapes or casts that undo each other."""
         if op.primitive in _RESHAPES and self._keeps_order(op):
             return self._root(op)
         inner = self._maker(op)
@@ -143,6 +144,9 @@ class _Simplifier:
         if op.primitive == "transpose":
             p, q = inner.param("permutation"), op.param("permutation")
             return inner.operands[0] if all(p[q[d]] == d for d in range(len(p))) else None
+        if op.primitive == "convert_element_type":
+            source, middle = self.graph.avals[inner.operands[0]].dtype, self.graph.avals[inner.results[0]].dtype
+            return inner.operands[0] if _holds(middle, source) else None
         return inner.operands[0] if op.primitive == "neg" else None
 
     def _maker(self, op: Op) -> Op | None:
@@ -154,6 +158,37 @@ class _Simplifier:
         while inner is not None and inner.primitive in _RESHAPES and self._keeps_order(inner):
             op, inner = inner, self._maker(inner)
         return op.operands[0] if isinstance(op.operands[0], int) else None
+
+    def _reduced(self, op: Op) -> tuple[str, Operand, tuple[int, ...]]:
+        """A chain of transposes and of reductions of one kind: the kind, the value that it begins with, and the dimensions of that
+        value which are left, in their new order. Compilers do in one step what is transposed or reduced in several.
+        """
+        kind, dims = "transpose", self._long(op.results[0])
+        value: Operand = op.results[0]
+        step: Op | None = op
+        while step is not None and (before := self._before(step, kind)) is not None:
+            dims = [before[d] for d in dims]
+            kind = step.primitive if step.primitive in _REDUCTIONS and not self._keeps_order(step) else kind
+            value, step = step.operands[0], self._maker(step)
+        return kind, value, tuple(dims)
+
+    def _before(self, op: Op, kind: str) -> dict[int, int] | None:
+        """Result dimension -> operand dimension, where the op transposes, reshapes dimensions of size one, or reduces by `kind`;
+        `transpose` stands for any kind. Dimensions of size one may be left out.
+        """
+        before, after = self._long(op.operands[0]), self._long(op.results[0])
+        if op.primitive == "transpose":
+            return dict(enumerate(op.param("permutation")))
+        if op.primitive in _RESHAPES and self._keeps_order(op):
+            sizes = [[self.graph.aval(o).shape[d] for d in dims] for o, dims in ((op.operands[0], before), (op.results[0], after))]
+            return dict(zip(after, before, strict=True)) if sizes[0] == sizes[1] else None
+        if op.primitive in _REDUCTIONS and kind in ("transpose", op.primitive):
+            return dict(zip(after, [d for d in before if d not in op.param("axes")], strict=True))
+        return None
+
+    def _long(self, operand: Operand) -> list[int]:
+        """The dimensions whose size is not one."""
+        return [d for d, n in enumerate(self.graph.aval(operand).shape) if n != 1]
 
     def _keeps_order(self, op: Op) -> bool:
         """Whether the same elements stand in the same order, so that only dimensions of size one come, go or move."""
@@ -185,18 +220,21 @@ class _Simplifier:
             found = numbers[1 + int(numbers[0])]
         else:
             return
-        if found is not None and _holds(result, found):
+        if found is not None and _is_exact(result, found):
             self.uniform[op.results[0]] = found
 
     def _key(self, op: Op) -> Any:
         """What the op computes: equal keys, equal results. None where nothing is known about it."""
         name, params = op.primitive, tuple(p for p in op.params if p[0] != "update_jaxpr" or op.primitive == "scatter")
-        operands = tuple(o if isinstance(o, int) else (o.aval.dtype, o.text) for o in op.operands)
+        operands = tuple(map(_name, op.operands))
         if "<" in str(params):
             return None
         if name in _RESHAPES and self._keeps_order(op):
             root = self._root(op)
             return "reshape", operands if root is None else (root,), self.graph.avals[op.results[0]].shape
+        if name == "transpose" or name in _REDUCTIONS:
+            kind, value, dims = self._reduced(op)
+            return kind, _name(value), dims, self.graph.avals[op.results[0]].shape
         if name == "square" or (name == "integer_pow" and op.param("y") == 2):
             return "mul", operands * 2
         name = "add" if name == "add_any" else name
@@ -212,7 +250,7 @@ def _computed(function: Callable[..., Any], numbers: Sequence[Any], dtypes: Sequ
         return np.asarray(function(*(np.asarray([n]).astype(d) for n, d in zip(numbers, dtypes, strict=True)))).item()
 
 
-def _holds(dtype: str, number: Any) -> bool:
+def _is_exact(dtype: str, number: Any) -> bool:
     """Whether a dtype has exactly this number."""
     if dtype not in _NARROW:
         return bool(number == 0 or number == 1 or (isinstance(number, float) and math.isinf(number)))
@@ -221,3 +259,15 @@ def _holds(dtype: str, number: Any) -> bool:
             return bool(np.asarray([number]).astype(dtype).item() == number)
         except OverflowError:
             return False
+
+
+def _name(operand: Operand) -> Any:
+    """Equal for operands that are one."""
+    return operand if isinstance(operand, int) else (operand.aval.dtype, operand.text)
+
+
+def _holds(wide: str, narrow: str) -> bool:
+    """Whether every number of dtype `narrow` is one of `wide`. NumPy calls a cast of 64-bit integers to float64 safe."""
+    if narrow.startswith(("int64", "uint64")):
+        return wide == narrow
+    return np.can_cast(jnp.dtype(narrow), jnp.dtype(wide))

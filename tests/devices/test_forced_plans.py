@@ -12,8 +12,14 @@ import pytest
 import rule_examples
 from small_steps import STEPS
 
+import cost_models
+from autopar.costs import Pricer
 from autopar.emit.hlo import read_collectives
+from autopar.intraop.connect import connect
 from autopar.intraop.forced import cut_share
+from autopar.intraop.merges import merging_casts
+from autopar.ir.sharding import TensorSharding
+from autopar.ir.strategy import Strategy
 from benchmarks import coverage, forced
 from benchmarks.programs import QUICK, SMALL, Program, program, zoo
 
@@ -99,6 +105,25 @@ def test_code_that_is_compiled_fast_has_the_same_collectives():
             found.append([(c.kind, c.ids, c.nbytes, c.groups) for c in read_collectives(compiled.as_text())])
     assert sorted(found[0]) == sorted(found[1])
     assert found[0]
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_both_sides_of_a_cast_of_partial_sums_are_one_array(passes):
+    """Both are reduced alike. The compiler makes that one reduction where the cast passes partial sums on."""
+    step = lambda a, b: (jnp.sin(a @ b), jnp.cos((a @ b).astype(jnp.float32)))  # noqa: E731
+    args = [jnp.asarray(np.random.default_rng(0).standard_normal(s), jnp.bfloat16) for s in ((4, 8), (8, 6))]
+    truth = [np.asarray(x) for x in step(*(np.asarray(x, np.float64) for x in args))]
+    subject, mesh = program("casts", step, args, "bfloat16", truth), forced.logical((2,))
+    graph, rules = subject.traced.graph, subject.rules
+    pricer = Pricer(cost_models.load_cluster("fast-link:2"), mesh)
+    whole, rows = TensorSharding(((), ())), TensorSharding((("x",), ()))
+    contracted = Strategy(cuts=((rules[0].operands[0][1][0], ("x",)),))
+    by_rows = [Strategy(cuts=((rule.operands[0][0][0], ("x",)),)) for rule in rules]
+    cast = next(i for i, op in enumerate(graph.ops) if op.primitive == "convert_element_type")
+    by_rows[cast] = Strategy(passes=(("x", 0),)) if passes else by_rows[cast]
+    plan = connect(graph, rules, mesh, [contracted, *by_rows[1:]], [whole, whole], [rows, rows], pricer.move)
+    assert merging_casts(graph, rules, plan) == ({cast} if passes else set())
+    assert forced.check(subject, plan, pricer)[1].agree == (not passes)
 
 
 def test_random_plans_are_the_same_for_the_same_seed_and_differ_between_seeds():

@@ -10,6 +10,7 @@ from autopar.costs import Pricer
 from autopar.intraop.canonical import canonicalise
 from autopar.intraop.connect import connect, made
 from autopar.intraop.forced import random_plan
+from autopar.intraop.merges import merging_casts
 from autopar.ir.check import check_plan
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.sharding import TensorSharding
@@ -23,8 +24,8 @@ PRICE = Pricer(load_cluster("fast-link:4"), MESH).move
 WHOLE_VALUE, ROWS = TensorSharding(((), ())), TensorSharding((("x",), ()))
 
 
-def program(function, *shapes):
-    graph = trace(function, [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]).graph
+def program(function, *shapes, dtype=jnp.float32):
+    graph = trace(function, [jax.ShapeDtypeStruct(s, dtype) for s in shapes]).graph
     return graph, tuple(rule_for(op, graph.aval) for op in graph.ops)
 
 
@@ -68,3 +69,44 @@ def test_axes_of_size_one_cut_nothing():
     graph, rules = program(lambda a, b: a @ b, (8, 4), (4, 8))
     plan = random_plan(graph, rules, LogicalMesh(("x", "y"), (1, 4)), (), PRICE, 0)
     assert not any("x" in s.axes for s in made(graph, rules, plan.strategies, plan.inputs).values())
+
+
+def merging(function, stop=None):
+    """The casts that merge collectives where the first op makes partial sums over x, which pass through all ops before op `stop`, and
+    all primitives.
+    """
+    graph, rules = program(function, (4, 8), (8, 6), dtype=jnp.bfloat16)
+    stop = len(graph.ops) if stop is None else stop
+    sums = [next((n for n, p in enumerate(r.passes) if p.kind == "sum"), None) for r in rules]
+    passing = [Strategy(passes=(("x", n),)) if n is not None and i < stop else WHOLE for i, n in enumerate(sums)]
+    product = Strategy(cuts=((rules[0].operands[0][1][0], ("x",)),))
+    inputs = [TensorSharding(((), ())) for _ in graph.inputs]
+    plan = connect(graph, rules, MESH, [product, *passing[1:]], inputs, [ROWS] * len(graph.outputs), PRICE)
+    check_plan(graph, rules, plan)
+    return merging_casts(graph, rules, plan), [op.primitive for op in graph.ops]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (a @ b, (a @ b).astype(jnp.float32)),
+        lambda a, b: (-(a @ b), -(a @ b).astype(jnp.float32)),
+        lambda a, b: (-(a @ b).astype(jnp.float32), -(a @ b)),
+    ],
+)
+def test_a_cast_of_partial_sums_makes_two_reductions_one(function):
+    found, primitives = merging(function)
+    assert found and {primitives[i] for i in found} == {"convert_element_type"}
+    assert not merging(function, stop=1)[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (a @ b).astype(jnp.float32),
+        lambda a, b: (-(a @ b), (a @ b).astype(jnp.float32)),
+        lambda a, b: (a @ b, jnp.square((a @ b).astype(jnp.float32))),
+    ],
+)
+def test_other_casts_merge_nothing(function):
+    assert not merging(function, stop=2)[0]

@@ -75,6 +75,9 @@ def test_an_op_that_changes_something_stays(function):
         (lambda x: x.reshape(4, 1, 6), lambda x: lax.broadcast_in_dim(x, (4, 1, 6), (0, 2))),
         (lambda x: x.reshape(24), lambda x: x.reshape(2, 12).reshape(24)),
         (lambda x: x.at[0].add(1.0), lambda x: x.at[0].add(1.0)),
+        (lambda x: x.sum(), lambda x: x.sum(0).sum()),
+        (lambda x: x.max(1), lambda x: x.reshape(4, 1, 6).max(1).T.max(0)),
+        (lambda x: x.reshape(2, 2, 6).sum((0, 2)), lambda x: x.reshape(2, 2, 6).sum(2).T.sum(1)),
     ],
 )
 def test_what_an_earlier_op_gives_is_not_made_again(one, other):
@@ -87,6 +90,14 @@ def test_numbers_of_another_dtype_do_not_stand_for_a_value():
     found = graph(lambda n: (n.astype(jnp.float32), n + 0), N)
     assert [found.aval(o).dtype for o in found.outputs] == ["float32", "int32"]
     assert [op.primitive for op in found.ops] == ["convert_element_type"]
+
+
+def test_a_cast_to_what_holds_every_number_and_back_is_left_out():
+    there_and_back = lambda x, dtype: jnp.sin(x.astype(dtype).astype(x.dtype))  # noqa: E731
+    narrow = jax.ShapeDtypeStruct((4, 6), jnp.bfloat16)
+    assert primitives(lambda x: there_and_back(x, jnp.float32), narrow) == ["sin"]
+    assert primitives(lambda x: there_and_back(x, jnp.float16), narrow) == ["convert_element_type", "convert_element_type", "sin"]
+    assert primitives(lambda x: there_and_back(x, jnp.bfloat16), X) == ["convert_element_type", "convert_element_type", "sin"]
 
 
 def test_a_scatter_of_constants_depends_on_no_input():
