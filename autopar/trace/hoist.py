@@ -20,9 +20,25 @@ def hoist(graph: Graph, spread: Spread) -> Graph:
     """
     if not graph.regions:
         return graph
-    graph = _without_constant_carries(graph)
+    graph = _without_constant_carries(_without_idle_branches(graph))
     graph = _without_equal_slices(graph, spread)
     return _moved_out(graph)
+
+
+def _without_idle_branches(graph: Graph) -> Graph:
+    """Branches whose joins are gone, since it is known which is taken, stand in the region around them; what is not taken is dead."""
+    joined = {op.param("region") for op in graph.ops if op.primitive == "branch_join"}
+    outer = {r: graph.regions[b.parent].parent for r, b in enumerate(graph.regions) if b.kind == "branch" and b.parent not in joined}
+    if not outer:
+        return graph
+
+    def now(region: int) -> int:
+        while region in outer:
+            region = outer[region]
+        return region
+
+    regions = tuple(replace(r, parent=now(r.parent)) for r in graph.regions)
+    return replace(graph, ops=tuple(replace(op, region=now(op.region)) for op in graph.ops), regions=regions)
 
 
 def _without_constant_carries(graph: Graph) -> Graph:

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.ir.graph import BOUNDARY, Graph, Op, Operand
+from autopar.ir.graph import BOUNDARY, Constant, Graph, Op, Operand
 
 Literals = Sequence[Mapping[int, Any]]
 _NARROW = frozenset({"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"})
@@ -66,6 +66,7 @@ class _Simplifier:
     uniform: dict[int, Any] = field(default_factory=dict)
     made: dict[int, Op] = field(default_factory=dict)
     seen: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+    joins: dict[int, list[Op]] = field(default_factory=dict)
 
     def now(self, operand: Operand) -> Operand:
         return self.same.get(operand, operand) if isinstance(operand, int) else operand
@@ -73,6 +74,9 @@ class _Simplifier:
     def op(self, op: Op) -> Op | None:
         """The op on the values that stand now, or None where its results stand already."""
         op = replace(op, operands=tuple(map(self.now, op.operands)))
+        if op.primitive == "branch_join" and (chosen := self._taken(op)) is not None:
+            self.same[op.results[0]] = chosen
+            return None
         if op.effects or op.subgraphs or op.primitive in BOUNDARY:
             return op
         earlier = self._given(op) if len(op.results) == 1 else None
@@ -85,6 +89,22 @@ class _Simplifier:
         self._fold(op)
         self.made.update(dict.fromkeys(op.results, op))
         return op
+
+    def _taken(self, op: Op) -> int | None:
+        """The value that a join of branches gives, where it is known which branch is taken, for all that the branches give."""
+        index = self._number(op, 0)
+        if index is None:
+            first = op.operands[1]
+            return first if isinstance(first, int) and len(set(op.operands[1:])) == 1 else None
+        if not self.joins:
+            for other in self.graph.ops:
+                if other.primitive == "branch_join":
+                    self.joins.setdefault(other.param("region"), []).append(other)
+        at = 1 + min(max(int(index), 0), len(op.operands) - 2)
+        if any(isinstance(o.operands[at], Constant) for o in self.joins[op.param("region")]):
+            return None
+        found = op.operands[at]
+        return found if isinstance(found, int) else None
 
     def _alike(self, a: int, b: int) -> bool:
         """Whether value `a` may stand for `b`. What leaves the program also keeps its weak type."""

@@ -83,3 +83,11 @@ def test_values_that_no_iteration_changes_are_made_before_the_loop():
     graph = trace(step, (jnp.ones(4), jnp.ones(4))).graph
     (tanh,) = [op for op in graph.ops if op.primitive == "tanh"]
     assert tanh.region == -1
+
+
+def test_of_a_branching_that_is_decided_only_the_branch_taken_stands_in_the_program():
+    def step(w, x):
+        return jax.lax.cond(jnp.array(False), lambda: jnp.tanh(x @ w), lambda: jnp.sin(x))
+
+    graph = trace(step, (jnp.ones((8, 8)), jnp.ones((8, 8)))).graph
+    assert [(op.primitive, op.region) for op in graph.ops] == [("sin", -1)]
