@@ -52,13 +52,21 @@ class Plan:
     __hash__ = None  # type: ignore[assignment]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON."""
-        save_plan(self.data, path)
+        """Write the plan as JSON. Raises `PlanError` for a place that cannot be written."""
+        try:
+            save_plan(self.data, path)
+        except OSError as error:
+            raise PlanError(f"the plan cannot be written to {os.fspath(path)}: {error.strerror or error}. Give a path that can.") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan that `save` wrote. It is data: nothing in it is run. Raises `PlanError`."""
-        return cls(load_plan(path))
+        data = load_plan(path)
+        try:
+            Options(**{name: value for name, value in data.options.items() if name in Options.__dataclass_fields__})
+        except UsageError as error:
+            raise PlanError(f"{os.fspath(path)}: plan.options: {error} Plan again, or take an intact copy of the file.") from error
+        return cls(data)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON data, keyed by attribute name."""
@@ -95,7 +103,9 @@ class Plan:
         return report_explain.explain(self.data, target)
 
     def diff(self, other: Plan) -> str:
-        """What differs between this plan and `other`."""
+        """What differs between this plan and `other`. Raises `UsageError` for what is no plan."""
+        if not isinstance(other, Plan):
+            raise UsageError(f"a plan is compared with another autopar.Plan, not {_a(other)}. `Plan.load` reads one that was saved.")
         return report_diff.diff(self.data, other.data)
 
     def html(self) -> str:
@@ -129,7 +139,8 @@ class Plan:
         """
         if target is not None:
             raise UsageError("verification against a compiler for hardware that is not here is not supported yet: leave out `target`.")
-        options = static_options(function, options or self._options or Options())
+        check_arguments(args)
+        options = static_options(function, options_or(options, self._options))
         traced, _ = timed_trace(function, args, kwargs or {}, options, self.data.mesh_shape)
         check_program(self.data, traced)
         leaves, _ = split(args, kwargs or {}, options.static_argnums, options.static_argnames)
@@ -170,7 +181,8 @@ def plan(
     fits the memory, `ClusterError` and `UsageError` for arguments that make no sense.
     """
     check_callable(function)
-    options = static_options(function, options or Options())
+    check_arguments(args)
+    options = static_options(function, options_or(options))
     priced, meshes, _ = resolve_cluster(cluster)
     meshes = meshes or logical_meshes(priced, options.axis_names)
     traced, seconds = timed_trace(function, args, kwargs or {}, options, axes_of(meshes, options))
@@ -185,6 +197,28 @@ def check_callable(function: Any) -> None:
         looks_like_mesh = isinstance(function, (str, os.PathLike, Mesh, Cluster))
         way_out = "write `parallelize(mesh=...)`" if looks_like_mesh else "pass the training step itself, not its result"
         raise UsageError(f"autopar plans functions, and {type(function).__name__} is not callable: {way_out}.")
+
+
+def check_arguments(args: Any) -> None:
+    """Raise `UsageError` unless `args` is a tuple or list: the step's arguments, one for each."""
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(f"`args` is the tuple of the step's arguments, not {_a(args)}: write plan(function, (state, batch), ...).")
+
+
+def options_or(options: Options | None, otherwise: Options | None = None) -> Options:
+    """The options given, else others. Raises `UsageError` for what are no options."""
+    if options is None:
+        return otherwise or Options()
+    if not isinstance(options, Options):
+        way_out = "pass autopar.Options(**options)" if isinstance(options, Mapping) else "pass autopar.Options(...)"
+        raise UsageError(f"`options` is an autopar.Options, not {_a(options)}: {way_out}.")
+    return options
+
+
+def _a(value: Any) -> str:
+    """A value's type in a sentence."""
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
 def timed_trace(
@@ -206,30 +240,39 @@ def static_options(function: Callable[..., Any], options: Options) -> Options:
 
     Raises `UsageError` for an argument that the function does not have.
     """
-    numbers = (options.static_argnums,) if isinstance(options.static_argnums, int) else tuple(options.static_argnums or ())
-    names = (options.static_argnames,) if isinstance(options.static_argnames, str) else tuple(options.static_argnames or ())
-    if not numbers and not names:
+    numbers, names = options.static_argnums, options.static_argnames
+    if not numbers and not names and not options.batch_argnums:
         return options
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return replace(options, static_argnums=numbers, static_argnames=names)
+        return options
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     numbers = tuple(n + len(places) if n < 0 else n for n in numbers)
-    _check_statics(function, numbers, names, parameters, len(places))
+    batch = tuple(n + len(places) if n < 0 else n for n in options.batch_argnums)
+    _check_numbers("static_argnums", function, numbers, parameters, len(places))
+    _check_numbers("batch_argnums", function, batch, parameters, len(places))
+    _check_names(function, names, parameters)
     by_name = [i for i, p in enumerate(places) if p.name in names]
     by_number = [places[n].name for n in numbers if n < len(places) and places[n].kind is places[n].POSITIONAL_OR_KEYWORD]
     return replace(options, static_argnums=tuple(sorted({*numbers, *by_name})), static_argnames=tuple(sorted({*names, *by_number})))
 
 
-def _check_statics(
-    function: Any, numbers: Sequence[int], names: Sequence[str], parameters: Sequence[inspect.Parameter], count: int
-) -> None:
-    kinds = {p.kind for p in parameters}
-    called, known = getattr(function, "__name__", "the function"), [p.name for p in parameters]
+def _check_numbers(option: str, function: Any, numbers: Sequence[int], parameters: Sequence[inspect.Parameter], count: int) -> None:
+    spread = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     for n in numbers:
-        if n < 0 or (n >= count and inspect.Parameter.VAR_POSITIONAL not in kinds):
-            raise UsageError(f"static_argnums has {n}, but `{called}` takes {count} positional arguments: {', '.join(known)}.")
+        if n < 0 or (n >= count and not spread):
+            known = ", ".join(p.name for p in parameters)
+            raise UsageError(f"{option} has {n}, but `{_called(function)}` takes {count} positional arguments: {known}.")
+
+
+def _check_names(function: Any, names: Sequence[str], parameters: Sequence[inspect.Parameter]) -> None:
+    known = [p.name for p in parameters]
     for name in names:
-        if name not in known and inspect.Parameter.VAR_KEYWORD not in kinds:
+        if name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            called = _called(function)
             raise UsageError(f"static_argnames has {name!r}, which `{called}` does not take. Its arguments are {', '.join(known)}.")
+
+
+def _called(function: Any) -> str:
+    return getattr(function, "__name__", "the function")

@@ -16,10 +16,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.api.clusters import ClusterLike, logical_mesh, resolve_cluster
-from autopar.api.plans import Plan, axes_of, check_callable, check_program, static_options, timed_trace
+from autopar.api.plans import Plan, axes_of, check_callable, check_program, options_or, static_options, timed_trace
 from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
 from autopar.emit.manual import partition_spec
-from autopar.errors import InfeasibleError, PlanError, UsageError
+from autopar.errors import AutoparError, InfeasibleError, PlanError, TraceError, UsageError
 from autopar.ir.graph import Aval, Constant, Graph, Op, Operand
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.sharding import TensorSharding
@@ -80,10 +80,13 @@ class ParallelStep:
 
         The state is the step's first argument, or its first few where `create` returns a tuple of as many. `batch` (arrays or specs; a
         tuple where the step takes several more arguments) is needed while there is no plan yet.
+
+        Arguments of `create` are traced, numbers too; what it needs as Python values, close over. Raises `TraceError` when it raises.
         """
+        check_callable(create)
         leaves, signature = split(args, {})
         flat = FlatFunction(create, signature)
-        shapes = jax.eval_shape(flat, *leaves)
+        shapes = _shapes_of(flat, leaves)
         program = self._program_for(flat.rebuild(shapes), batch)
         mesh = self._executable(program).mesh
         planned = program.plan.data.inputs[: len(shapes)]
@@ -286,6 +289,21 @@ def _begins_with(signature: Signature, first: tuple[Any, ...], split_arguments: 
     return found == (jax.tree.structure(mine.rebuild(range(len(mine.positions)))[0]), mine.avals)
 
 
+def _shapes_of(create: FlatFunction, leaves: Sequence[Any]) -> Any:
+    """Shapes of the state that a function creates. Raises `TraceError` when it raises, with its error as the cause."""
+    try:
+        return jax.eval_shape(create, *leaves)
+    except AutoparError:
+        raise
+    except Exception as error:
+        name = getattr(create.function, "__name__", "the function")
+        raise TraceError(
+            f"`{name}`, which creates the state, raised {type(error).__name__} while it was traced: {error}\n"
+            "It runs under jax.jit, so its arguments are traced. What it needs as a Python value (a size, a flag) it should close over: "
+            "init(lambda key: create(key, 8), key)."
+        ) from error
+
+
 def _fitting(function: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, ...]:
     """The step's arguments of a state and a batch, tuples spread where the function takes as many."""
     rests = [batch, (batch,)] if type(batch) is tuple else [(batch,)]
@@ -343,11 +361,10 @@ def parallelize(
     `mesh` is a `jax.sharding.Mesh`, a `Cluster`, a string such as `"h100-sxm:8"`, or None for all devices. `plan` is a plan, or the
     path of one, to run instead of solving. Further keywords are fields of `Options` (`donate=False`, `memory_bytes=...`).
     """
-    if fields:
-        options = _with_fields(options or Options(), fields)
+    asked = _with_fields(options_or(options), fields)
     if function is None:
-        return lambda f: ParallelStep(f, mesh, options or Options(), plan)
-    return ParallelStep(function, mesh, options or Options(), plan)
+        return lambda f: ParallelStep(f, mesh, asked, plan)
+    return ParallelStep(function, mesh, asked, plan)
 
 
 def _with_fields(options: Options, fields: Mapping[str, Any]) -> Options:

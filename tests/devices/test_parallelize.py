@@ -221,6 +221,18 @@ def test_a_constraint_that_names_its_own_mesh():
         assert_close(autopar.parallelize(step, where)(create(), examples()), one_device())
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_device_put_inside_the_step_runs_as_planned(kind):
+    mesh = mesh_of(kind)
+
+    def step(state, batch):
+        rows = jax.device_put(batch["x"], NamedSharding(mesh, P("data")))
+        return train(jax.device_put(state, jax.devices()[0]), {**batch, "x": rows})
+
+    for where in (mesh, "fast-link:8"):
+        assert_close(autopar.parallelize(step, where)(create(), examples()), one_device())
+
+
 def test_constraints_on_a_searched_mesh_use_axis_names():
     assert_close(autopar.parallelize(constrained, FAST, axis_names=AXES)(create(), examples()), one_device())
 
