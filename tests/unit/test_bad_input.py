@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import autopar
 from autopar import ClusterError, InfeasibleError, Options, PlanError, TraceError, UsageError
@@ -102,12 +105,62 @@ def test_outputs_that_do_not_match_the_state_are_legal_and_noted():
     assert any("1 of the 2 leaves of argument 0 come back" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("args", [{"x": X}, X, jnp.ones(3), "w", 3])
+def test_arguments_come_as_a_tuple(args):
+    with pytest.raises(UsageError, match=r"`args` is the tuple of the step's arguments, not an? \w+: write plan\(function, \(state, batch\)"):
+        plan(args=args)
+    with pytest.raises(UsageError, match="`args` is the tuple"):
+        plan().verify(step, args)
+    assert plan(args=[W, X]).inputs
+
+
+@pytest.mark.parametrize(
+    "leaf, message",
+    [
+        (np.array(["a"]), r"args\[0\]\['w'\] is an array of dtype <U1, which JAX cannot hold"),
+        (np.array(["2020-01-01"], "datetime64[D]"), "dtype datetime64"),
+        (np.array([object()]), "dtype object"),
+        (2**40, "is 1099511627776, which JAX's integers of 32 bits cannot hold. Pass a float, .*jax_enable_x64"),
+        (-(2**31) - 1, "cannot hold"),
+    ],
+)
+def test_leaves_that_jax_cannot_hold(leaf, message):
+    with pytest.raises(UsageError, match=message):
+        plan(args=({"w": leaf}, X))
+    with pytest.raises(UsageError, match=r"kwargs\['rate'\]" if leaf is None else "cannot hold"):
+        autopar.parallelize(step, "fast-link:8")(jnp.ones(W.shape), rate=leaf)
+
+
+def test_what_init_cannot_create():
+    parallel = autopar.parallelize(step, "fast-link:8")
+    with pytest.raises(TraceError, match=r"(?s)`create`, which creates the state, raised TypeError.*close over: init\(lambda key") as error:
+
+        def create(key, size):
+            return jnp.ones((size, 32))
+
+        parallel.init(create, jax.random.key(0), 16, batch=X)
+    assert isinstance(error.value.__cause__, TypeError)
+    with pytest.raises(TraceError, match="raised ZeroDivisionError"):
+        parallel.init(lambda: 1 / 0, batch=X)
+    with pytest.raises(UsageError, match="not callable"):
+        parallel.init(jnp.ones(W.shape), batch=X)
+    assert parallel.init(lambda key: create(key, 16), jax.random.key(0), batch=X).shape == (16, 32)
+
+
 def test_init_with_a_batch_that_does_not_fit():
     with pytest.raises(UsageError, match="can be called neither with the state and the batch as they are nor spread"):
         autopar.parallelize(lambda w, x, y, z: w, "fast-link:8").init(lambda: jnp.ones(W.shape), batch=(1.0, 2.0))
 
 
 # --- options --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_are_no_options():
+    for run in (autopar.plan, lambda f, args, where, options: autopar.parallelize(f, where, options=options)):
+        with pytest.raises(UsageError, match=r"not a dict: pass autopar.Options\(\*\*options\)"):
+            run(step, (W, X), "fast-link:8", options={"donate": False})
+        with pytest.raises(UsageError, match=r"not an int: pass autopar.Options"):
+            run(step, (W, X), "fast-link:8", options=3)
 
 
 def test_an_unknown_option_names_the_one_that_was_meant():
@@ -120,10 +173,18 @@ def test_an_unknown_option_names_the_one_that_was_meant():
     [
         *({"memory_bytes": 0}, {"memory_fraction": 1.5}, {"solver": "cplex"}, {"emitter": "pmap"}),
         *({"reduce_dtype": "bfloat16"}, {"stages": 4}, {"microbatches": 7}, {"remat": "sometimes"}),
+        *({"memory_bytes": value} for value in ("8GiB", True, -1, math.inf, math.nan)),
+        *({"memory_fraction": value} for value in ("a", 0, -0.5, math.nan, None)),
+        *({"axis_names": value} for value in ((), ("x", "x"), "data", ("",), 3, ("x", 3))),
+        *({"pins": value} for value in ([], {"w": 3}, {"w": "x"}, {3: P("x")}, {"w": P(3)}, {"w": P(P.UNCONSTRAINED)}, {"w": P("x", "x")})),
+        *({"batch_argnums": value} for value in (2, -3, "x", 1.0)),
+        *({"static_argnums": 0.5}, {"static_argnames": 3}, {"accumulate_dtype": "float31"}, {"donate": 1}, {"donate": "no"}),
+        *({"time_limit_s": value} for value in (-1, 0, "1", math.nan, math.inf)),
+        *({"gap": value} for value in (-1e-9, math.nan, "0.1", math.inf, None)),
     ],
 )
 def test_options_that_make_no_sense_or_are_not_there_yet(options):
-    with pytest.raises(UsageError, match=next(iter(options))):
+    with pytest.raises(UsageError, match=next(iter(options)).removesuffix("s")):
         autopar.parallelize(step, "fast-link:8", **options)
 
 
@@ -133,11 +194,20 @@ def test_options_that_make_no_sense_or_are_not_there_yet(options):
         ({"weights": P("x")}, "no parameter path matches the pins weights. Paths look like: w, x"),
         ({"w": P("model")}, "Set `axis_names` or pass a Mesh"),
         ({"w": P("x", None, None)}, "more entries than the 2 dimensions"),
+        ({"w": P(("x", "y"), "x")}, "uses axis x twice"),
+        ({"w*": P("x"), "*": P(None, "x")}, r"w is pinned in more than one way: 'w\*' says \[x, -\], '\*' says"),
     ],
 )
 def test_pins_that_cannot_hold(pins, message):
     with pytest.raises(UsageError, match=message):
         plan(pins=pins)
+
+
+def test_pins_that_agree_and_a_whole_path_that_outranks_a_pattern():
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
+    for pins in ({"w*": P("x"), "?": P("x", None)}, {"?": P(None, "x"), "w": P("x")}, {"w": sharding}, {"w": ("x",)}, {"w": [["x"], None]}):
+        found = plan(axis_names=("x",), pins=pins | {"x": P("x")})
+        assert found.in_specs == (P("x", None), P("x", None))
 
 
 def test_a_pin_that_does_not_divide():
