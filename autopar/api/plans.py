@@ -11,10 +11,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from autopar import rules
 from autopar.api.clusters import ClusterLike, resolve_cluster
 from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
 from autopar.emit.manual import partition_spec
 from autopar.errors import PlanError, UsageError
+from autopar.ir.check import check_plan
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan as PlanData
 from autopar.ir.serialize import load_plan, plan_to_dict, save_plan
@@ -24,6 +27,8 @@ from autopar.runtime.verify import Verification, verify
 from autopar.trace.arguments import split
 from autopar.trace.trace import Traced, trace
 from cost_models import Cluster
+
+_AGAIN = "Plan again, or take an intact copy of the plan's file."
 
 
 def _quiet(text: str) -> None:
@@ -65,7 +70,7 @@ class Plan:
         try:
             Options(**{name: value for name, value in data.options.items() if name in Options.__dataclass_fields__})
         except UsageError as error:
-            raise PlanError(f"{os.fspath(path)}: plan.options: {error} Plan again, or take an intact copy of the file.") from error
+            raise PlanError(f"{os.fspath(path)}: plan.options: {error} {_AGAIN}") from error
         return cls(data)
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,6 +164,18 @@ def check_program(data: PlanData, traced: Traced) -> None:
             "the same arguments, but other operations (or another version of JAX or of the model, or Python numbers for arrays)"
         )
         raise PlanError(f"the plan belongs to another program: {why}. Plan again for this function and these shapes.")
+    _check_whole(data, traced.graph)
+
+
+def _check_whole(data: PlanData, graph: Graph) -> None:
+    """Raise `PlanError` where a plan for this graph does not hold together."""
+    try:
+        check_plan(graph, tuple(rules.rule_for(op, graph.aval) for op in graph.ops), data.sharding)
+    except PlanError as error:
+        raise PlanError(f"the plan does not fit its program: {error} {_AGAIN}") from error
+    expected = zip((*graph.input_names, *graph.output_names), (*data.sharding.inputs, *data.sharding.outputs), strict=True)
+    if list(expected) != [(leaf.path, leaf.sharding) for leaf in (*data.inputs, *data.outputs)]:
+        raise PlanError(f"the inputs and outputs that the plan lists are not those of its program, or lie otherwise. {_AGAIN}")
 
 
 def _named_inputs(traced: Traced) -> list[tuple[str, int]]:

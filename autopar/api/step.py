@@ -15,7 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from autopar.api.clusters import ClusterLike, logical_mesh, resolve_cluster
+import cost_models
+from autopar.api.clusters import ClusterLike, device_count, logical_mesh, resolve_cluster
 from autopar.api.plans import Plan, axes_of, check_callable, check_program, options_or, static_options, timed_trace
 from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
 from autopar.emit.manual import partition_spec
@@ -23,7 +24,7 @@ from autopar.errors import AutoparError, InfeasibleError, PlanError, TraceError,
 from autopar.ir.graph import Aval, Constant, Graph, Op, Operand
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.sharding import TensorSharding
-from autopar.runtime.executor import Executable, Owned, executable_for, make_mesh
+from autopar.runtime.executor import Executable, Owned, check_devices, executable_for, make_mesh, own_settings
 from autopar.trace.arguments import FlatFunction, Signature, split
 from autopar.trace.trace import Traced
 from cost_models import Cluster
@@ -53,6 +54,7 @@ class ParallelStep:
         self._resolved: tuple[Cluster, tuple[LogicalMesh, ...]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_devices()
         leaves, signature = self._split(args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             raise UsageError(
@@ -72,6 +74,7 @@ class ParallelStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The program lowered for the devices here, to be inspected or compiled, as with `jax.jit(f).lower`. Arrays or specs."""
+        self._check_devices()
         _, signature = self._split(args, kwargs)
         return Lowered(self, signature, self._program(signature, args, kwargs))
 
@@ -84,13 +87,14 @@ class ParallelStep:
         Arguments of `create` are traced, numbers too; what it needs as Python values, close over. Raises `TraceError` when it raises.
         """
         check_callable(create)
+        self._check_devices()
         leaves, signature = split(args, {})
         flat = FlatFunction(create, signature)
         shapes = _shapes_of(flat, leaves)
         program = self._program_for(flat.rebuild(shapes), batch)
         mesh = self._executable(program).mesh
         planned = program.plan.data.inputs[: len(shapes)]
-        with jax.set_mesh(mesh):
+        with own_settings(mesh):
             shardings = [NamedSharding(mesh, partition_spec(leaf.sharding)) for leaf in planned]
             made = jax.jit(flat, out_shardings=shardings)(*leaves)
         for array in made:
@@ -165,7 +169,7 @@ class ParallelStep:
         """What to plan for: once there is a program, the mesh stays what it is, since the state lies on it."""
         if self._resolved is None:
             if self._given is not None and self.mesh is None:
-                cluster, meshes = Cluster.from_dict(dict(self._given.data.cluster)), None
+                cluster, meshes = _planned_cluster(self._given), None
             else:
                 cluster, meshes, _ = resolve_cluster(self.mesh)
             self._resolved = cluster, meshes or logical_meshes(cluster, self.options.axis_names)
@@ -188,6 +192,12 @@ class ParallelStep:
             mesh = make_mesh(data.mesh, list(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else None)
             program.executable = executable_for(data, program.traced, mesh, self.options.donate, self.options.emitter)
         return program.executable
+
+    def _check_devices(self) -> None:
+        """Raise `MeshError` before anything is measured or planned, where the step is to run on more devices than there are."""
+        if not self._programs and not isinstance(self.mesh, Mesh):
+            needed = self._given.data.mesh.num_devices if self._given is not None else device_count(self.mesh)
+            check_devices(needed or 0, jax.device_count())
 
     def _check_mesh(self, planned: LogicalMesh) -> None:
         if isinstance(self.mesh, Mesh) and logical_mesh(self.mesh) != planned:
@@ -330,6 +340,14 @@ def _binds(signature: inspect.Signature, args: tuple[Any, ...]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _planned_cluster(plan: Plan) -> Cluster:
+    """The cluster that a plan was made for. Raises `PlanError` where it describes none."""
+    try:
+        return Cluster.from_dict(dict(plan.data.cluster))
+    except cost_models.ClusterError as error:
+        raise PlanError(f"plan.cluster: {error} Give `mesh` beside the plan, or plan again.") from error
 
 
 def _given_plan(plan: Any) -> Plan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import autopar
-from autopar import ClusterError, InfeasibleError, Options, PlanError, TraceError, UsageError
+from autopar import ClusterError, InfeasibleError, Options, PlanError, RuleError, TraceError, UsageError
 from autopar.api import cluster_of_devices
 from autopar.api.clusters import preset_of_devices
 from autopar.errors import AutoparError
+from cost_models.profile import host
 
 W, X = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((64, 16), jnp.float32)
 
@@ -54,6 +56,24 @@ def test_shapes_that_do_not_fit(text):
         plan(text)
 
 
+@pytest.mark.parametrize(
+    "text, lacks",
+    [
+        ("", "lacks device, topology, title"),
+        ('title = "t"', "lacks device, topology."),
+        ('title = "t"\n[device]\n[topology]', "lacks a kind or a shape"),
+        ('title = "t"\ndevice = 3\n[topology]', "lacks device"),
+        ('title = "t"\n[device]\n[topology]\nkind = "two-level"\nshape = [1, 8]', "incomplete"),
+        ('title = "t"\n[device]\n[topology]\nkind = "ring"\nshape = [1, 8]', "incomplete"),
+        ("\x80", "not valid TOML"),
+    ],
+)
+def test_profiles_that_lack_something(tmp_path, text, lacks):
+    (tmp_path / "c.toml").write_text(text, encoding="latin-1")
+    with pytest.raises(ClusterError, match=lacks):
+        plan(str(tmp_path / "c.toml"))
+
+
 @pytest.mark.parametrize("mesh", [8, ("data", 8), AbstractMesh((8,), ("x",))])
 def test_what_is_no_mesh(mesh):
     with pytest.raises(UsageError, match="a mesh is a jax.sharding.Mesh, an autopar.Cluster, a string such as 'h100-sxm:8x8' or None"):
@@ -66,6 +86,14 @@ def test_more_devices_than_there_are():
     with pytest.raises(autopar.MeshError, match="needs 16 devices"):
         parallel(w, x)
     assert parallel.plan(w, x).mesh.num_devices == 16 and not w.is_deleted()
+
+
+def test_more_devices_than_there_are_are_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(host, "figures", lambda *_: pytest.fail("measured"))
+    parallel = autopar.parallelize(step, "host:16")
+    for run in (parallel, parallel.lower, lambda w, x: parallel.init(lambda: w, batch=x)):
+        with pytest.raises(autopar.MeshError, match="needs 16 devices, but 8 are here"):
+            run(jnp.ones(W.shape), jnp.ones(X.shape))
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------------------------
@@ -107,7 +135,7 @@ def test_outputs_that_do_not_match_the_state_are_legal_and_noted():
 
 @pytest.mark.parametrize("args", [{"x": X}, X, jnp.ones(3), "w", 3])
 def test_arguments_come_as_a_tuple(args):
-    with pytest.raises(UsageError, match=r"`args` is the tuple of the step's arguments, not an? \w+: write plan\(function, \(state, batch\)"):
+    with pytest.raises(UsageError, match=r"the tuple of the step's arguments, not an? \w+: write plan\(function, \(state, batch\)"):
         plan(args=args)
     with pytest.raises(UsageError, match="`args` is the tuple"):
         plan().verify(step, args)
@@ -248,6 +276,66 @@ def test_plan_files_that_are_none(tmp_path):
         autopar.parallelize(step, plan="absent.json")
     with pytest.raises(UsageError, match="`plan` is an autopar.Plan or the path of one, not int"):
         autopar.parallelize(step, plan=3)
+
+
+DAMAGES = {
+    "a gate that is no op": lambda d: d["sharding"]["moves"][0].update(gate=99),
+    "a value that is not there": lambda d: d["sharding"]["moves"][0].update(value=999),
+    "a dimension that is not there": lambda d: d["sharding"]["moves"][0]["move"].update(dim=99, to_dim=99),
+    "a negative dimension": lambda d: d["sharding"]["moves"][0]["move"].update(dim=-3, to_dim=-3),
+    "a form of another rank": lambda d: d["sharding"]["moves"][0]["source"].update(dims=[["x"]] * 5),
+    "no inputs": lambda d: d.update(inputs=[]),
+    "inputs of another name": lambda d: d["inputs"][0].update(path="v"),
+    "an output that lies otherwise": lambda d: d["outputs"][0]["sharding"].update(dims=[[], []]),
+    "no strategies": lambda d: d["sharding"].update(strategies=[]),
+    "no moves": lambda d: d["sharding"].update(moves=[]),
+    "a pass that is not there": lambda d: d["sharding"]["strategies"][0].update(cuts=[], passes=[["x", -7]]),
+    "a partial input": lambda d: d["sharding"]["inputs"][0].update(partial=[["x", "sum"]], dims=[[], []]),
+    "moves that need each other": lambda d: d["sharding"]["moves"][0].update(source_generation=7),
+    "options of no sense": lambda d: d["options"].update(memory_bytes="zz"),
+}
+
+
+@pytest.fixture(scope="module")
+def document():
+    found = plan(pins={"w": P("x"), "x": P("x")}, axis_names=("x",)).to_dict()
+    assert found["sharding"]["moves"][0]["move"]["kind"] != "to_partial"
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_plan_damaged_by_hand_is_refused(document, damage, tmp_path):
+    damaged = copy.deepcopy(document)
+    DAMAGES[damage](damaged)
+    (tmp_path / "plan.json").write_text(json.dumps(damaged))
+    with pytest.raises(PlanError):
+        autopar.parallelize(step, plan=tmp_path / "plan.json").plan(W, X)
+
+
+def test_a_plan_whose_cluster_is_damaged_runs_but_does_not_plan_again(document, tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps(document | {"cluster": {"device": {"memory_bytes": "zz"}}}))
+    parallel = autopar.parallelize(step, plan=tmp_path / "plan.json")
+    parallel.plan(W, X)
+    with pytest.raises(PlanError, match=r"plan.cluster: .*Give `mesh` beside the plan"):
+        parallel.plan(W, jax.ShapeDtypeStruct((32, 16), jnp.float32))
+
+
+def test_where_a_plan_cannot_be_saved(tmp_path):
+    with pytest.raises(PlanError, match="cannot be written to .*absent/plan.json: No such file"):
+        plan().save(tmp_path / "absent" / "plan.json")
+
+
+def test_a_plan_is_compared_with_a_plan():
+    with pytest.raises(UsageError, match="compared with another autopar.Plan, not an int"):
+        plan().diff(3)
+
+
+@pytest.mark.parametrize("given", [(3, "i -> i"), ("", "i -> i"), ("foo", None), ("foo", 3), ("foo", "i -> i -> i")])
+def test_what_is_no_rule(given):
+    with pytest.raises(RuleError):
+        autopar.register_rule(*given)
+    with pytest.raises(RuleError, match="`local` of the rule for `foo` must be a function"):
+        autopar.register_rule("foo", "i -> i", local=3)
 
 
 def test_a_plan_is_verified_for_its_own_program_alone():
