@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+import cost_models
 from autopar import rules
 from autopar.api.clusters import ClusterLike, resolve_cluster
 from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
@@ -67,10 +68,7 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan that `save` wrote. It is data: nothing in it is run. Raises `PlanError`."""
         data = load_plan(path)
-        try:
-            Options(**{name: value for name, value in data.options.items() if name in Options.__dataclass_fields__})
-        except UsageError as error:
-            raise PlanError(f"{os.fspath(path)}: plan.options: {error} {_AGAIN}") from error
+        _check_settings(data, os.fspath(path))
         return cls(data)
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,6 +149,16 @@ class Plan:
         leaves, _ = split(args, kwargs or {}, options.static_argnums, options.static_argnames)
         executable = executable_for(self.data, traced, make_mesh(self.data.mesh), True, options.emitter)
         return verify(self.data, traced, executable, leaves, steps)
+
+
+def _check_settings(data: PlanData, path: str) -> None:
+    """Raise `PlanError` where the options or the cluster of a plan make no sense."""
+    known = {name: value for name, value in data.options.items() if name in Options.__dataclass_fields__}
+    for what, read in (("options", lambda: Options(**known)), ("cluster", lambda: Cluster.from_dict(dict(data.cluster)))):
+        try:
+            read()
+        except (UsageError, cost_models.ClusterError) as error:
+            raise PlanError(f"{path}: plan.{what}: {error} {_AGAIN}") from error
 
 
 def check_program(data: PlanData, traced: Traced) -> None:

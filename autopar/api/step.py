@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-import cost_models
 from autopar.api.clusters import ClusterLike, device_count, logical_mesh, resolve_cluster
 from autopar.api.plans import Plan, axes_of, check_callable, check_program, options_or, static_options, timed_trace
 from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
@@ -169,7 +168,7 @@ class ParallelStep:
         """What to plan for: once there is a program, the mesh stays what it is, since the state lies on it."""
         if self._resolved is None:
             if self._given is not None and self.mesh is None:
-                cluster, meshes = _planned_cluster(self._given), None
+                cluster, meshes = Cluster.from_dict(dict(self._given.data.cluster)), None
             else:
                 cluster, meshes, _ = resolve_cluster(self.mesh)
             self._resolved = cluster, meshes or logical_meshes(cluster, self.options.axis_names)
@@ -340,14 +339,6 @@ def _binds(signature: inspect.Signature, args: tuple[Any, ...]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _planned_cluster(plan: Plan) -> Cluster:
-    """The cluster that a plan was made for. Raises `PlanError` where it describes none."""
-    try:
-        return Cluster.from_dict(dict(plan.data.cluster))
-    except cost_models.ClusterError as error:
-        raise PlanError(f"plan.cluster: {error} Give `mesh` beside the plan, or plan again.") from error
 
 
 def _given_plan(plan: Any) -> Plan | None:

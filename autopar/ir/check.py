@@ -64,8 +64,19 @@ def _check_moves(graph: Graph, plan: ShardingPlan, forms: set[tuple[int, TensorS
             raise PlanError(f"{m.move} takes {m.source} to {m.move.apply(m.source)}, not to {m.target} as the plan says.")
         if not m.target.fits(graph.avals[m.value].shape, plan.mesh):
             raise PlanError(f"{m.target} does not fit a value of shape {graph.avals[m.value].shape} on mesh ({plan.mesh}).")
-        _check_form(forms, (m.value, m.source, m.source_generation), f"{m.move} of value {m.value}")
-        forms.add((m.value, m.target, m.generation))
+    waiting = list(plan.moves)
+    while waiting:
+        later, ready = [], 0
+        for m in waiting:
+            if (m.value, m.source, m.source_generation) in forms:
+                forms.add((m.value, m.target, m.generation))
+                ready += 1
+            else:
+                later.append(m)
+        if not ready:  # their sources are not made, or by each other alone
+            m = later[0]
+            _check_form(forms, (m.value, m.source, m.source_generation), f"{m.move} of value {m.value}")
+        waiting = later
 
 
 def _check_places(graph: Graph, m: PlannedMove) -> None:

@@ -63,6 +63,13 @@ def test_the_optimum_of_a_small_step_runs_as_planned(name):
     assert_agrees(small(name), (2, 4), "fast-link")
 
 
+def test_a_model_that_is_none_is_refused_with_the_ones_that_are_close(capsys):
+    with pytest.raises(SystemExit) as ended:
+        forced.main(["--model", "gpt-tny"])
+    assert ended.value.code == 2
+    assert "no model is called gpt-tny; close matches: gpt-tiny" in capsys.readouterr().err
+
+
 def test_on_a_mesh_of_one_device_a_random_plan_cuts_nothing():
     row = assert_agrees(small("perceptron"), (1,), "random")
     assert (row.cut_share, row.planned) == (0, 0)

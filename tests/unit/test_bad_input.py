@@ -293,6 +293,8 @@ DAMAGES = {
     "a partial input": lambda d: d["sharding"]["inputs"][0].update(partial=[["x", "sum"]], dims=[[], []]),
     "moves that need each other": lambda d: d["sharding"]["moves"][0].update(source_generation=7),
     "options of no sense": lambda d: d["options"].update(memory_bytes="zz"),
+    "a cluster of no sense": lambda d: d["cluster"]["device"].update(memory_bytes="zz"),
+    "no cluster": lambda d: d.update(cluster={}),
 }
 
 
@@ -310,14 +312,6 @@ def test_a_plan_damaged_by_hand_is_refused(document, damage, tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(damaged))
     with pytest.raises(PlanError):
         autopar.parallelize(step, plan=tmp_path / "plan.json").plan(W, X)
-
-
-def test_a_plan_whose_cluster_is_damaged_runs_but_does_not_plan_again(document, tmp_path):
-    (tmp_path / "plan.json").write_text(json.dumps(document | {"cluster": {"device": {"memory_bytes": "zz"}}}))
-    parallel = autopar.parallelize(step, plan=tmp_path / "plan.json")
-    parallel.plan(W, X)
-    with pytest.raises(PlanError, match=r"plan.cluster: .*Give `mesh` beside the plan"):
-        parallel.plan(W, jax.ShapeDtypeStruct((32, 16), jnp.float32))
 
 
 def test_where_a_plan_cannot_be_saved(tmp_path):
