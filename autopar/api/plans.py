@@ -59,6 +59,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON. Raises `PlanError` for a place that cannot be written."""
+        _check_path(path)
         try:
             save_plan(self.data, path)
         except OSError as error:
@@ -67,6 +68,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan that `save` wrote. It is data: nothing in it is run. Raises `PlanError`."""
+        _check_path(path)
         data = load_plan(path)
         _check_settings(data, os.fspath(path))
         return cls(data)
@@ -142,7 +144,7 @@ class Plan:
         """
         if target is not None:
             raise UsageError("verification against a compiler for hardware that is not here is not supported yet: leave out `target`.")
-        check_arguments(args)
+        check_arguments(args, kwargs)
         options = static_options(function, options_or(options, self._options))
         traced, _ = timed_trace(function, args, kwargs or {}, options, self.data.mesh_shape)
         check_program(self.data, traced)
@@ -206,7 +208,7 @@ def plan(
     fits the memory, `ClusterError` and `UsageError` for arguments that make no sense.
     """
     check_callable(function)
-    check_arguments(args)
+    check_arguments(args, kwargs)
     options = static_options(function, options_or(options))
     priced, meshes, _ = resolve_cluster(cluster)
     meshes = meshes or logical_meshes(priced, options.axis_names)
@@ -224,10 +226,12 @@ def check_callable(function: Any) -> None:
         raise UsageError(f"autopar plans functions, and {type(function).__name__} is not callable: {way_out}.")
 
 
-def check_arguments(args: Any) -> None:
-    """Raise `UsageError` unless `args` is a tuple or list: the step's arguments, one for each."""
+def check_arguments(args: Any, kwargs: Any = None) -> None:
+    """Raise `UsageError` unless `args` is a tuple or list, the step's arguments one by one, and `kwargs` a mapping or None."""
     if not isinstance(args, (tuple, list)):
         raise UsageError(f"`args` is the tuple of the step's arguments, not {_a(args)}: write plan(function, (state, batch), ...).")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(f"`kwargs` maps names of arguments to their values, not {_a(kwargs)}.")
 
 
 def options_or(options: Options | None, otherwise: Options | None = None) -> Options:
@@ -238,6 +242,11 @@ def options_or(options: Options | None, otherwise: Options | None = None) -> Opt
         way_out = "pass autopar.Options(**options)" if isinstance(options, Mapping) else "pass autopar.Options(...)"
         raise UsageError(f"`options` is an autopar.Options, not {_a(options)}: {way_out}.")
     return options
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"a path is a string or an os.PathLike, not {_a(path)}.")
 
 
 def _a(value: Any) -> str:

@@ -127,7 +127,7 @@ def _as(name: str, kind: Any, value: Any) -> Any:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _is_number(value: Any) -> bool:

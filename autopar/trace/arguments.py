@@ -130,9 +130,10 @@ def _abstract(leaf: Any, index: int, wrapped: Any) -> jax.ShapeDtypeStruct:
     try:
         return compat.abstract(leaf)
     except OverflowError:
+        kind = jax.dtypes.canonicalize_dtype(int)
+        more = ", or turn on 64 bits: jax.config.update('jax_enable_x64', True)" if kind == "int32" else ""
         raise UsageError(
-            f"the argument leaf at {_path(index, wrapped)} is {leaf}, which JAX's integers of 32 bits cannot hold. Pass a float, make the "
-            "argument static, or turn on 64 bits: jax.config.update('jax_enable_x64', True)."
+            f"the argument leaf at {_path(index, wrapped)} is {leaf}, which {kind} cannot hold. Pass a float or make it static{more}."
         ) from None
     except TypeError:
         raise UsageError(

@@ -139,6 +139,8 @@ def test_arguments_come_as_a_tuple(args):
         plan(args=args)
     with pytest.raises(UsageError, match="`args` is the tuple"):
         plan().verify(step, args)
+    with pytest.raises(UsageError, match="`kwargs` maps names of arguments to their values, not a list"):
+        autopar.plan(step, (W, X), "fast-link:8", kwargs=[1])
     assert plan(args=[W, X]).inputs
 
 
@@ -148,15 +150,15 @@ def test_arguments_come_as_a_tuple(args):
         (np.array(["a"]), r"args\[0\]\['w'\] is an array of dtype <U1, which JAX cannot hold"),
         (np.array(["2020-01-01"], "datetime64[D]"), "dtype datetime64"),
         (np.array([object()]), "dtype object"),
-        (2**40, "is 1099511627776, which JAX's integers of 32 bits cannot hold. Pass a float, .*jax_enable_x64"),
+        (2**40, "is 1099511627776, which int32 cannot hold. Pass a float .*jax_enable_x64"),
         (-(2**31) - 1, "cannot hold"),
     ],
 )
 def test_leaves_that_jax_cannot_hold(leaf, message):
     with pytest.raises(UsageError, match=message):
         plan(args=({"w": leaf}, X))
-    with pytest.raises(UsageError, match=r"kwargs\['rate'\]" if leaf is None else "cannot hold"):
-        autopar.parallelize(step, "fast-link:8")(jnp.ones(W.shape), rate=leaf)
+    with pytest.raises(UsageError, match=r"args\[1\] is .* cannot hold"):
+        autopar.parallelize(step, "fast-link:8")(jnp.ones(W.shape), leaf)
 
 
 def test_what_init_cannot_create():
@@ -317,6 +319,12 @@ def test_a_plan_damaged_by_hand_is_refused(document, damage, tmp_path):
 def test_where_a_plan_cannot_be_saved(tmp_path):
     with pytest.raises(PlanError, match="cannot be written to .*absent/plan.json: No such file"):
         plan().save(tmp_path / "absent" / "plan.json")
+
+
+def test_what_is_no_path():
+    for run in (plan().save, autopar.Plan.load):
+        with pytest.raises(UsageError, match="path is a string or an os.PathLike, not an int"):
+            run(3)
 
 
 def test_a_plan_is_compared_with_a_plan():
