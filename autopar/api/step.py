@@ -210,10 +210,11 @@ class ParallelStep:
         if not isinstance(self.mesh, Mesh) or self.mesh == ours:
             return arrays
         moved = []
-        for array, sharding in zip(arrays, shardings, strict=True):
-            there = NamedSharding(self.mesh, partition_spec(sharding))
-            moved.append(jax.device_put(array, there) if isinstance(array, jax.Array) else array)  # float0 lies nowhere
-            self._owned.add(moved[-1])
+        with own_settings(ours):
+            for array, sharding in zip(arrays, shardings, strict=True):
+                there = NamedSharding(self.mesh, partition_spec(sharding))
+                moved.append(jax.device_put(array, there) if isinstance(array, jax.Array) else array)  # float0 lies nowhere
+                self._owned.add(moved[-1])
         return moved
 
 

@@ -256,12 +256,13 @@ def test_a_step_runs_under_another_mesh():
         assert_close(step(made, examples()), one_device())
 
 
+@pytest.mark.parametrize("own_mesh", [False, True])
 @pytest.mark.parametrize("kind", ["disable_jit", "disallow", "disallow_explicit"])
-def test_a_step_runs_compiled_under_the_callers_settings(kind):
-    state, batch = create(), jax.tree.map(np.asarray, examples())
-    plan = autopar.plan(train, (state, batch), FAST)
+def test_a_step_runs_compiled_under_the_callers_settings(kind, own_mesh):
+    state, batch, where = create(), jax.tree.map(np.asarray, examples()), mesh_of(AxisType.Explicit) if own_mesh else FAST
+    plan = autopar.plan(train, (state, batch), where)
     with jax.disable_jit() if kind == "disable_jit" else jax.transfer_guard(kind):
-        step = autopar.parallelize(train, FAST)
+        step = autopar.parallelize(train, where)
         found = step(state, batch)
         made = step.init(create, batch=batch)
         assert step.plan(state, batch).fingerprint == plan.fingerprint
