@@ -16,7 +16,9 @@ from autopar.intraop.choose import Chosen, Progress, SolveOptions, choose
 from autopar.intraop.enumerate import Shape, shape_of
 from autopar.intraop.price import argument_bytes, collectives, leaves, whole_ops
 from autopar.intraop.reshard import border_shardings
+from autopar.ir import options
 from autopar.ir.check import check_graph, check_plan
+from autopar.ir.graph import Aval
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan, Predicted, Timings
 from autopar.ir.rule import ShardingRule
@@ -30,11 +32,13 @@ class Options:
     """What a user may ask of a plan. Every field has a default that is right for most.
 
     `memory_bytes` per device overrides `memory_fraction` of the device's memory. `pins` maps a pattern of parameter paths to a
-    PartitionSpec (or a tuple of axis names per dimension). `axis_names` names the axes of the logical mesh that is searched.
-    `static_argnums` and `static_argnames` are those of `jax.jit`. `donate` lets a step reuse the memory of state that it returned
-    before. `reduce_dtype` says in what partial sums of narrow floats are reduced: `float32`, or `as_written`. `solver` is `highs` or
-    `pulp`, `time_limit_s` per logical mesh, `gap` the relative gap at which an answer counts as optimal. `emitter` is `shard_map`
-    (explicit collectives) or `jit` (sharding constraints, the compiler finds the collectives).
+    PartitionSpec (or a NamedSharding, or a tuple of axis names per dimension); a whole path outranks a pattern, patterns that
+    match one leaf must agree. `axis_names` names the axes of the logical mesh that is searched. `static_argnums` and
+    `static_argnames` are those of `jax.jit`. `donate` lets a step reuse the memory of state that it returned before.
+    `reduce_dtype` says in what partial sums of narrow floats are reduced: `float32`, or `as_written`. `solver` is `highs` or `pulp`,
+    `time_limit_s` per logical mesh (None: no limit), `gap` the relative gap at which an answer counts as optimal. `emitter` is
+    `shard_map` (explicit collectives) or `jit` (sharding constraints, the compiler finds the collectives). A value that makes no
+    sense raises `UsageError`.
     """
 
     memory_bytes: int | None = None
@@ -60,14 +64,28 @@ class Options:
     emitter: str = "shard_map"
 
     def __post_init__(self) -> None:
-        _one_of("reduce_dtype", self.reduce_dtype, ("float32", "as_written"))
-        _one_of("solver", self.solver, ("highs", "pulp"))
-        _one_of("emitter", self.emitter, ("shard_map", "jit"))
-        if not 0 < self.memory_fraction <= 1:
-            raise UsageError(f"memory_fraction must lie in (0, 1], not {self.memory_fraction}.")
-        if self.memory_bytes is not None and self.memory_bytes <= 0:
-            raise UsageError(f"memory_bytes must be positive, not {self.memory_bytes}.")
+        options.one_of("reduce_dtype", self.reduce_dtype, ("float32", "as_written"))
+        options.one_of("solver", self.solver, ("highs", "pulp"))
+        options.one_of("emitter", self.emitter, ("shard_map", "jit"))
+        self._set("memory_fraction", options.number("memory_fraction", self.memory_fraction, "a number in (0, 1]", high=1.0, above=True))
+        self._set("gap", options.number("gap", self.gap, "a number that is not negative, such as 1e-4"))
+        if self.memory_bytes is not None:
+            wanted = "a positive number of bytes, such as 40 * 2**30"
+            self._set("memory_bytes", int(options.number("memory_bytes", self.memory_bytes, wanted, low=1.0)))
+        if self.time_limit_s is not None:
+            wanted = "a positive number of seconds, or None for no limit"
+            self._set("time_limit_s", options.number("time_limit_s", self.time_limit_s, wanted, above=True))
+        options.flag("donate", self.donate)
+        self._set("axis_names", options.axis_names(self.axis_names))
+        self._set("pins", options.pins(self.pins))
+        for name in ("batch_argnums", "static_argnums"):
+            self._set(name, options.argument_numbers(name, getattr(self, name)))
+        self._set("static_argnames", options.argument_names("static_argnames", self.static_argnames))
         self._not_yet()
+
+    def _set(self, name: str, value: Any) -> None:
+        """A field in its one form: of what a user may write, the rest of the compile sees tuples and specs."""
+        object.__setattr__(self, name, value)
 
     def _not_yet(self) -> None:
         """Options of the interface whose passes do not exist yet are refused, never ignored."""
@@ -77,17 +95,13 @@ class Options:
             "schedule": (self.schedule, ("auto",)),
             "remat": (self.remat, ("none", "auto")),
             "zero": (self.zero, ("auto",)),
+            "accumulate_dtype": (self.accumulate_dtype, ("float32",)),
             "pad_state": (self.pad_state, (False,)),
             "microbatch_statistics": (self.microbatch_statistics, (False,)),
         }
         for name, (value, allowed) in refused.items():
             if value not in allowed:
                 raise UsageError(f"{name}={value!r} is not supported yet; use {' or '.join(map(repr, allowed))}.")
-
-
-def _one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{name} must be {' or '.join(map(repr, allowed))}, not {value!r}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,14 +142,14 @@ def fold(c: Compilation) -> Compilation:
 def intraop(c: Compilation) -> Compilation:
     """Enumerate, price and solve the integer programme on each logical mesh; the fastest plan that fits is chosen."""
     assert c.shape is not None
-    options = SolveOptions(c.options.solver, c.options.time_limit_s, c.options.gap)
+    limits = SolveOptions(c.options.solver, c.options.time_limit_s, c.options.gap)
     chosen, candidates = choose(
         c.shape,
         c.cluster,
         c.meshes,
         budget_of(c),
         lambda mesh: input_pins(c, mesh),
-        options,
+        limits,
         c.progress,
         time.perf_counter,
         c.options.reduce_dtype == "as_written",
@@ -248,35 +262,52 @@ def fingerprint_of(traced: Traced) -> str:
 
 def _pin_of(c: Compilation, name: str) -> str:
     """What pins an input, as text: inputs pinned alike may be folded together."""
-    found = [f"{pattern}={spec}" for pattern, spec in c.options.pins.items() if _matches(name, pattern)]
+    found = [f"{pattern}={spec}" for pattern, spec in _pins_on(c, name)]
     if name in c.fixed:
         found.append(str(c.fixed[name]))
     return ";".join(found)
+
+
+def _pins_on(c: Compilation, name: str) -> list[tuple[str, Any]]:
+    """The pins that count for an input, pattern and spec: the one on its whole path, or else all whose pattern matches."""
+    pins = c.options.pins
+    return [(name, pins[name])] if name in pins else [(p, spec) for p, spec in pins.items() if _matches(name, p)]
 
 
 def input_pins(c: Compilation, mesh: LogicalMesh) -> dict[int, tuple[TensorSharding, ...]]:
     """Graph input value -> the shardings that pins leave it. Raises `UsageError` for a pin that cannot hold."""
     graph = c.traced.graph
     found: dict[int, tuple[TensorSharding, ...]] = {}
-    matched: set[str] = set()
     for v, name in zip(graph.inputs, graph.input_names, strict=True):
-        aval = graph.avals[v]
         if name in c.fixed:
             found[v] = (c.fixed[name],)
-        for pattern, spec in c.options.pins.items():
-            if _matches(name, pattern):
-                matched.add(pattern)
-                pin = sharding_of_spec(spec, aval.ndim)
-                if any(a not in mesh.names for a in pin.axes):
-                    raise UsageError(f"pin {pattern!r} names axis of {spec}, but the mesh has ({mesh}). Set `axis_names` or pass a Mesh.")
-                if pin not in border_shardings(aval, mesh):
-                    raise UsageError(f"pin {pattern!r} to {spec} does not fit {name} {aval} on mesh ({mesh}): a dimension does not divide.")
-                found[v] = (pin,)
-    unused = [p for p in c.options.pins if p not in matched]
-    if unused:
-        known = ", ".join(graph.input_names[:5])
-        raise UsageError(f"no parameter path matches the pins {', '.join(unused)}. Paths look like: {known}.")
+        pinned = {pattern: _pin(pattern, spec, name, graph.avals[v], mesh) for pattern, spec in _pins_on(c, name)}
+        if len(set(pinned.values())) > 1:
+            raise UsageError(
+                f"{name} is pinned in more than one way: {', '.join(f'{p!r} says {s}' for p, s in pinned.items())}. "
+                "Give these patterns one spec, or pin the leaf by its whole path, which outranks patterns."
+            )
+        if pinned:
+            found[v] = (next(iter(pinned.values())),)
+    _check_used(c.options.pins, graph.input_names)
     return found
+
+
+def _pin(pattern: str, spec: Any, name: str, aval: Aval, mesh: LogicalMesh) -> TensorSharding:
+    """A pin as the sharding of one leaf."""
+    pin = sharding_of_spec(spec, aval.ndim)
+    if any(a not in mesh.names for a in pin.axes):
+        raise UsageError(f"pin {pattern!r} names axis of {spec}, but the mesh has ({mesh}). Set `axis_names` or pass a Mesh.")
+    if pin not in border_shardings(aval, mesh):
+        raise UsageError(f"pin {pattern!r} to {spec} does not fit {name} {aval} on mesh ({mesh}): a dimension does not divide.")
+    return pin
+
+
+def _check_used(pins: Mapping[str, Any], names: Sequence[str]) -> None:
+    unused = [p for p in pins if not any(_matches(name, p) for name in names)]
+    if unused:
+        known = ", ".join(names[:5])
+        raise UsageError(f"no parameter path matches the pins {', '.join(unused)}. Paths look like: {known}.")
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -286,10 +317,10 @@ def _matches(name: str, pattern: str) -> bool:
 
 def sharding_of_spec(spec: Any, ndim: int) -> TensorSharding:
     """A PartitionSpec, or a tuple of axis names per dimension, as a sharding of `ndim` dimensions."""
-    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in tuple(spec or ())]
+    entries = options.spec_entries("", spec)
     if len(entries) > ndim:
         raise UsageError(f"PartitionSpec {spec} has more entries than the {ndim} dimensions of what it pins.")
-    return TensorSharding(tuple(entries) + ((),) * (ndim - len(entries)))
+    return TensorSharding(entries + ((),) * (ndim - len(entries)))
 
 
 def logical_meshes(cluster: Any, axis_names: Sequence[str], max_axes: int = 2) -> tuple[LogicalMesh, ...]:

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 import cost_models
+from autopar import models
 from autopar.compiler import Compilation, Options, compile_plan
 from autopar.costs import Pricer
 from autopar.emit.compare import CollectiveCheck, compare_collectives
@@ -34,6 +35,7 @@ from autopar.intraop.price import collectives
 from autopar.ir.check import check_plan
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ShardingPlan
+from autopar.models.base import suggestion
 from autopar.runtime.executor import Executable, Owned, make_mesh
 from benchmarks import coverage
 from benchmarks.common import add_json_option, finish
@@ -226,6 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_json_option(parser)
     given = parser.parse_args(arguments)
     meshes = given.mesh or MESHES
+    unknown = [name for name in given.model or () if name not in models.names()]
+    if unknown:
+        parser.error(f"no model is called {unknown[0]}; {suggestion(unknown[0], models.names())}")
     _devices(max(map(prod, meshes)))
     seen: coverage.Ran = Counter()
     log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731

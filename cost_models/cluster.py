@@ -95,7 +95,7 @@ class Cluster:
         try:
             topology = TOPOLOGIES[data["topology"]["kind"]].from_dict(data["topology"])
             return Cluster(data["name"], Device.from_dict(data["device"]), topology)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ClusterError(f"the description of a cluster is incomplete or has an unknown figure: {error}.") from error
 
 

@@ -44,6 +44,7 @@ def load_cluster(text: str, measure: bool = True) -> Cluster:
 def build(name: str, figures: dict[str, Any], shape: tuple[int, ...] = ()) -> Cluster:
     """A cluster from the tables of a data file, at `shape` or the file's own. Sources are dropped."""
     values = _values(figures)
+    _check_tables(name, values)
     if shape:
         values["topology"].pop("wraps", None)  # they belong to the file's own shape
     shape = shape or tuple(values["topology"]["shape"])
@@ -54,6 +55,17 @@ def build(name: str, figures: dict[str, Any], shape: tuple[int, ...] = ()) -> Cl
         return Cluster.from_dict(data)
     except ClusterError as error:
         raise ClusterError(f"{name}: {error}") from error
+
+
+def _check_tables(name: str, values: dict[str, Any]) -> None:
+    """Raise `ClusterError` unless a data file has its title, tables and shape."""
+    tables = {"device": dict, "topology": dict, "title": str}
+    wrong = [key for key, kind in tables.items() if not isinstance(values.get(key), kind)]
+    if wrong or "kind" not in values["topology"] or not isinstance(values["topology"].get("shape"), list):
+        lacks = f"lacks {', '.join(wrong)}" if wrong else "lacks a kind or a shape in [topology]"
+        raise ClusterError(
+            f"{name} {lacks}. A profile has a title and the tables [device] and [topology]; cost_models/data/h100-sxm.toml is an example."
+        )
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -130,7 +142,7 @@ def _read(path: Path) -> dict[str, Any]:
         return _read_text(path, path.stat().st_mtime_ns)
     except OSError as error:
         raise ClusterError(f"cannot read the profile {path}: {error.strerror}.") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # no TOML, or no text
         raise ClusterError(f"{path} is not valid TOML: {error}.") from error
 
 

@@ -57,6 +57,16 @@ def resolve_cluster(cluster: ClusterLike) -> tuple[Cluster, tuple[LogicalMesh, .
     )
 
 
+def device_count(cluster: ClusterLike) -> int | None:
+    """Devices that a cluster is made of, told without measuring any; None for those that are here. Raises `ClusterError`."""
+    if isinstance(cluster, (str, os.PathLike)):
+        try:
+            return cost_models.load_cluster(os.fspath(cluster), measure=False).num_devices
+        except cost_models.ClusterError as error:
+            raise ClusterError(str(error)) from None
+    return cluster.num_devices if isinstance(cluster, Cluster) else None
+
+
 def logical_mesh(mesh: Mesh) -> LogicalMesh:
     """Names and sizes of a JAX mesh's axes; their types make no difference."""
     return LogicalMesh(tuple(map(str, mesh.axis_names)), tuple(mesh.devices.shape))

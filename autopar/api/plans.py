@@ -11,10 +11,14 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+import cost_models
+from autopar import rules
 from autopar.api.clusters import ClusterLike, resolve_cluster
 from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
 from autopar.emit.manual import partition_spec
 from autopar.errors import PlanError, UsageError
+from autopar.ir.check import check_plan
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan as PlanData
 from autopar.ir.serialize import load_plan, plan_to_dict, save_plan
@@ -24,6 +28,8 @@ from autopar.runtime.verify import Verification, verify
 from autopar.trace.arguments import split
 from autopar.trace.trace import Traced, trace
 from cost_models import Cluster
+
+_AGAIN = "Plan again, or take an intact copy of the plan's file."
 
 
 def _quiet(text: str) -> None:
@@ -52,13 +58,20 @@ class Plan:
     __hash__ = None  # type: ignore[assignment]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON."""
-        save_plan(self.data, path)
+        """Write the plan as JSON. Raises `PlanError` for a place that cannot be written."""
+        _check_path(path)
+        try:
+            save_plan(self.data, path)
+        except OSError as error:
+            raise PlanError(f"the plan cannot be written to {os.fspath(path)}: {error.strerror or error}. Give a path that can.") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan that `save` wrote. It is data: nothing in it is run. Raises `PlanError`."""
-        return cls(load_plan(path))
+        _check_path(path)
+        data = load_plan(path)
+        _check_settings(data, os.fspath(path))
+        return cls(data)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON data, keyed by attribute name."""
@@ -95,7 +108,9 @@ class Plan:
         return report_explain.explain(self.data, target)
 
     def diff(self, other: Plan) -> str:
-        """What differs between this plan and `other`."""
+        """What differs between this plan and `other`. Raises `UsageError` for what is no plan."""
+        if not isinstance(other, Plan):
+            raise UsageError(f"a plan is compared with another autopar.Plan, not {_a(other)}. `Plan.load` reads one that was saved.")
         return report_diff.diff(self.data, other.data)
 
     def html(self) -> str:
@@ -129,12 +144,23 @@ class Plan:
         """
         if target is not None:
             raise UsageError("verification against a compiler for hardware that is not here is not supported yet: leave out `target`.")
-        options = static_options(function, options or self._options or Options())
+        check_arguments(args, kwargs)
+        options = static_options(function, options_or(options, self._options))
         traced, _ = timed_trace(function, args, kwargs or {}, options, self.data.mesh_shape)
         check_program(self.data, traced)
         leaves, _ = split(args, kwargs or {}, options.static_argnums, options.static_argnames)
         executable = executable_for(self.data, traced, make_mesh(self.data.mesh), True, options.emitter)
         return verify(self.data, traced, executable, leaves, steps)
+
+
+def _check_settings(data: PlanData, path: str) -> None:
+    """Raise `PlanError` where the options or the cluster of a plan make no sense."""
+    known = {name: value for name, value in data.options.items() if name in Options.__dataclass_fields__}
+    for what, read in (("options", lambda: Options(**known)), ("cluster", lambda: Cluster.from_dict(dict(data.cluster)))):
+        try:
+            read()
+        except (UsageError, cost_models.ClusterError) as error:
+            raise PlanError(f"{path}: plan.{what}: {error} {_AGAIN}") from error
 
 
 def check_program(data: PlanData, traced: Traced) -> None:
@@ -148,6 +174,18 @@ def check_program(data: PlanData, traced: Traced) -> None:
             "the same arguments, but other operations (or another version of JAX or of the model, or Python numbers for arrays)"
         )
         raise PlanError(f"the plan belongs to another program: {why}. Plan again for this function and these shapes.")
+    _check_whole(data, traced.graph)
+
+
+def _check_whole(data: PlanData, graph: Graph) -> None:
+    """Raise `PlanError` where a plan for this graph does not hold together."""
+    try:
+        check_plan(graph, tuple(rules.rule_for(op, graph.aval) for op in graph.ops), data.sharding)
+    except PlanError as error:
+        raise PlanError(f"the plan does not fit its program: {error} {_AGAIN}") from error
+    expected = zip((*graph.input_names, *graph.output_names), (*data.sharding.inputs, *data.sharding.outputs), strict=True)
+    if list(expected) != [(leaf.path, leaf.sharding) for leaf in (*data.inputs, *data.outputs)]:
+        raise PlanError(f"the inputs and outputs that the plan lists are not those of its program, or lie otherwise. {_AGAIN}")
 
 
 def _named_inputs(traced: Traced) -> list[tuple[str, int]]:
@@ -170,7 +208,8 @@ def plan(
     fits the memory, `ClusterError` and `UsageError` for arguments that make no sense.
     """
     check_callable(function)
-    options = static_options(function, options or Options())
+    check_arguments(args, kwargs)
+    options = static_options(function, options_or(options))
     priced, meshes, _ = resolve_cluster(cluster)
     meshes = meshes or logical_meshes(priced, options.axis_names)
     traced, seconds = timed_trace(function, args, kwargs or {}, options, axes_of(meshes, options))
@@ -185,6 +224,35 @@ def check_callable(function: Any) -> None:
         looks_like_mesh = isinstance(function, (str, os.PathLike, Mesh, Cluster))
         way_out = "write `parallelize(mesh=...)`" if looks_like_mesh else "pass the training step itself, not its result"
         raise UsageError(f"autopar plans functions, and {type(function).__name__} is not callable: {way_out}.")
+
+
+def check_arguments(args: Any, kwargs: Any = None) -> None:
+    """Raise `UsageError` unless `args` is a tuple or list, the step's arguments one by one, and `kwargs` a mapping or None."""
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(f"`args` is the tuple of the step's arguments, not {_a(args)}: write plan(function, (state, batch), ...).")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(f"`kwargs` maps names of arguments to their values, not {_a(kwargs)}.")
+
+
+def options_or(options: Options | None, otherwise: Options | None = None) -> Options:
+    """The options given, else others. Raises `UsageError` for what are no options."""
+    if options is None:
+        return otherwise or Options()
+    if not isinstance(options, Options):
+        way_out = "pass autopar.Options(**options)" if isinstance(options, Mapping) else "pass autopar.Options(...)"
+        raise UsageError(f"`options` is an autopar.Options, not {_a(options)}: {way_out}.")
+    return options
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"a path is a string or an os.PathLike, not {_a(path)}.")
+
+
+def _a(value: Any) -> str:
+    """A value's type in a sentence."""
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
 def timed_trace(
@@ -206,30 +274,39 @@ def static_options(function: Callable[..., Any], options: Options) -> Options:
 
     Raises `UsageError` for an argument that the function does not have.
     """
-    numbers = (options.static_argnums,) if isinstance(options.static_argnums, int) else tuple(options.static_argnums or ())
-    names = (options.static_argnames,) if isinstance(options.static_argnames, str) else tuple(options.static_argnames or ())
-    if not numbers and not names:
+    numbers, names = options.static_argnums, options.static_argnames
+    if not numbers and not names and not options.batch_argnums:
         return options
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return replace(options, static_argnums=numbers, static_argnames=names)
+        return options
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     numbers = tuple(n + len(places) if n < 0 else n for n in numbers)
-    _check_statics(function, numbers, names, parameters, len(places))
+    batch = tuple(n + len(places) if n < 0 else n for n in options.batch_argnums)
+    _check_numbers("static_argnums", function, numbers, parameters, len(places))
+    _check_numbers("batch_argnums", function, batch, parameters, len(places))
+    _check_names(function, names, parameters)
     by_name = [i for i, p in enumerate(places) if p.name in names]
     by_number = [places[n].name for n in numbers if n < len(places) and places[n].kind is places[n].POSITIONAL_OR_KEYWORD]
     return replace(options, static_argnums=tuple(sorted({*numbers, *by_name})), static_argnames=tuple(sorted({*names, *by_number})))
 
 
-def _check_statics(
-    function: Any, numbers: Sequence[int], names: Sequence[str], parameters: Sequence[inspect.Parameter], count: int
-) -> None:
-    kinds = {p.kind for p in parameters}
-    called, known = getattr(function, "__name__", "the function"), [p.name for p in parameters]
+def _check_numbers(option: str, function: Any, numbers: Sequence[int], parameters: Sequence[inspect.Parameter], count: int) -> None:
+    spread = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     for n in numbers:
-        if n < 0 or (n >= count and inspect.Parameter.VAR_POSITIONAL not in kinds):
-            raise UsageError(f"static_argnums has {n}, but `{called}` takes {count} positional arguments: {', '.join(known)}.")
+        if n < 0 or (n >= count and not spread):
+            known = ", ".join(p.name for p in parameters)
+            raise UsageError(f"{option} has {n}, but `{_called(function)}` takes {count} positional arguments: {known}.")
+
+
+def _check_names(function: Any, names: Sequence[str], parameters: Sequence[inspect.Parameter]) -> None:
+    known = [p.name for p in parameters]
     for name in names:
-        if name not in known and inspect.Parameter.VAR_KEYWORD not in kinds:
+        if name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            called = _called(function)
             raise UsageError(f"static_argnames has {name!r}, which `{called}` does not take. Its arguments are {', '.join(known)}.")
+
+
+def _called(function: Any) -> str:
+    return getattr(function, "__name__", "the function")

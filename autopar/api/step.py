@@ -15,15 +15,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from autopar.api.clusters import ClusterLike, logical_mesh, resolve_cluster
-from autopar.api.plans import Plan, axes_of, check_callable, check_program, static_options, timed_trace
+from autopar.api.clusters import ClusterLike, device_count, logical_mesh, resolve_cluster
+from autopar.api.plans import Plan, axes_of, check_callable, check_program, options_or, static_options, timed_trace
 from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
 from autopar.emit.manual import partition_spec
-from autopar.errors import InfeasibleError, PlanError, UsageError
+from autopar.errors import AutoparError, InfeasibleError, PlanError, TraceError, UsageError
 from autopar.ir.graph import Aval, Constant, Graph, Op, Operand
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.sharding import TensorSharding
-from autopar.runtime.executor import Executable, Owned, executable_for, make_mesh
+from autopar.runtime.executor import Executable, Owned, check_devices, executable_for, make_mesh, own_settings
 from autopar.trace.arguments import FlatFunction, Signature, split
 from autopar.trace.trace import Traced
 from cost_models import Cluster
@@ -53,6 +53,7 @@ class ParallelStep:
         self._resolved: tuple[Cluster, tuple[LogicalMesh, ...]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_devices()
         leaves, signature = self._split(args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             raise UsageError(
@@ -72,6 +73,7 @@ class ParallelStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The program lowered for the devices here, to be inspected or compiled, as with `jax.jit(f).lower`. Arrays or specs."""
+        self._check_devices()
         _, signature = self._split(args, kwargs)
         return Lowered(self, signature, self._program(signature, args, kwargs))
 
@@ -80,14 +82,18 @@ class ParallelStep:
 
         The state is the step's first argument, or its first few where `create` returns a tuple of as many. `batch` (arrays or specs; a
         tuple where the step takes several more arguments) is needed while there is no plan yet.
+
+        Arguments of `create` are traced, numbers too; what it needs as Python values, close over. Raises `TraceError` when it raises.
         """
+        check_callable(create)
+        self._check_devices()
         leaves, signature = split(args, {})
         flat = FlatFunction(create, signature)
-        shapes = jax.eval_shape(flat, *leaves)
+        shapes = _shapes_of(flat, leaves)
         program = self._program_for(flat.rebuild(shapes), batch)
         mesh = self._executable(program).mesh
         planned = program.plan.data.inputs[: len(shapes)]
-        with jax.set_mesh(mesh):
+        with own_settings(mesh):
             shardings = [NamedSharding(mesh, partition_spec(leaf.sharding)) for leaf in planned]
             made = jax.jit(flat, out_shardings=shardings)(*leaves)
         for array in made:
@@ -186,6 +192,12 @@ class ParallelStep:
             program.executable = executable_for(data, program.traced, mesh, self.options.donate, self.options.emitter)
         return program.executable
 
+    def _check_devices(self) -> None:
+        """Raise `MeshError` before anything is measured or planned, where the step is to run on more devices than there are."""
+        if not self._programs and not isinstance(self.mesh, Mesh):
+            needed = self._given.data.mesh.num_devices if self._given is not None else device_count(self.mesh)
+            check_devices(needed or 0, jax.device_count())
+
     def _check_mesh(self, planned: LogicalMesh) -> None:
         if isinstance(self.mesh, Mesh) and logical_mesh(self.mesh) != planned:
             raise PlanError(
@@ -198,10 +210,11 @@ class ParallelStep:
         if not isinstance(self.mesh, Mesh) or self.mesh == ours:
             return arrays
         moved = []
-        for array, sharding in zip(arrays, shardings, strict=True):
-            there = NamedSharding(self.mesh, partition_spec(sharding))
-            moved.append(jax.device_put(array, there) if isinstance(array, jax.Array) else array)  # float0 lies nowhere
-            self._owned.add(moved[-1])
+        with own_settings(ours):
+            for array, sharding in zip(arrays, shardings, strict=True):
+                there = NamedSharding(self.mesh, partition_spec(sharding))
+                moved.append(jax.device_put(array, there) if isinstance(array, jax.Array) else array)  # float0 lies nowhere
+                self._owned.add(moved[-1])
         return moved
 
 
@@ -286,6 +299,21 @@ def _begins_with(signature: Signature, first: tuple[Any, ...], split_arguments: 
     return found == (jax.tree.structure(mine.rebuild(range(len(mine.positions)))[0]), mine.avals)
 
 
+def _shapes_of(create: FlatFunction, leaves: Sequence[Any]) -> Any:
+    """Shapes of the state that a function creates. Raises `TraceError` when it raises, with its error as the cause."""
+    try:
+        return jax.eval_shape(create, *leaves)
+    except AutoparError:
+        raise
+    except Exception as error:
+        name = getattr(create.function, "__name__", "the function")
+        raise TraceError(
+            f"`{name}`, which creates the state, raised {type(error).__name__} while it was traced: {error}\n"
+            "It runs under jax.jit, so its arguments are traced. What it needs as a Python value (a size, a flag) it should close over: "
+            "init(lambda key: create(key, 8), key)."
+        ) from error
+
+
 def _fitting(function: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, ...]:
     """The step's arguments of a state and a batch, tuples spread where the function takes as many."""
     rests = [batch, (batch,)] if type(batch) is tuple else [(batch,)]
@@ -343,11 +371,10 @@ def parallelize(
     `mesh` is a `jax.sharding.Mesh`, a `Cluster`, a string such as `"h100-sxm:8"`, or None for all devices. `plan` is a plan, or the
     path of one, to run instead of solving. Further keywords are fields of `Options` (`donate=False`, `memory_bytes=...`).
     """
-    if fields:
-        options = _with_fields(options or Options(), fields)
+    asked = _with_fields(options_or(options), fields)
     if function is None:
-        return lambda f: ParallelStep(f, mesh, options or Options(), plan)
-    return ParallelStep(function, mesh, options or Options(), plan)
+        return lambda f: ParallelStep(f, mesh, asked, plan)
+    return ParallelStep(function, mesh, asked, plan)
 
 
 def _with_fields(options: Options, fields: Mapping[str, Any]) -> Options:

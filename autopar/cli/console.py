@@ -71,6 +71,7 @@ def reporting(json_to: str | None = None, debug: bool = False) -> Iterator[Repor
     """
     report = Report(json_to)
     try:
+        _check_place(json_to)
         with _stdout_to_stderr() if json_to == "-" else nullcontext():
             yield report
     except AutoparError as error:
@@ -79,9 +80,25 @@ def reporting(json_to: str | None = None, debug: bool = False) -> Iterator[Repor
         _print_error(error)
         report.document, report.status = error_document(error), exit_status(error)
     if json_to is not None and report.document is not None:
-        write_text(json_to, json.dumps(finite(report.document), allow_nan=False, indent=1))
+        report.status = _written(json_to, report.document) or report.status
     if report.status:
         raise typer.Exit(report.status)
+
+
+def _check_place(json_to: str | None) -> None:
+    """Raise `UsageError` before any work is done for a file that cannot be written."""
+    if json_to not in (None, "-") and (not Path(json_to).parent.is_dir() or Path(json_to).is_dir()):
+        raise UsageError(f"--json cannot write {json_to}: there is no such folder, or it is one. Give the path of a file, or `-`.")
+
+
+def _written(json_to: str, document: Mapping[str, Any]) -> int:
+    """Write a document; the exit status that this gives."""
+    try:
+        write_text(json_to, json.dumps(finite(document), allow_nan=False, indent=1))
+    except UsageError as error:
+        _print_error(error)
+        return exit_status(error)
+    return 0
 
 
 def error_document(error: AutoparError) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from autopar.cli.console import Report, reporting, working, write_text
 from autopar.cli.flags import Batch, Debug, Json, Keyword, with_options
 from autopar.cli.target import Target, keyword_arguments, load_target
 from autopar.compiler import Options
-from autopar.errors import UsageError
 
 TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help="A zoo name, package.module:callable or file.py:callable.")]
 ClusterOption = Annotated[str, typer.Option("--cluster", metavar="C", help="PRESET:NODESxDEVICES, as in h100-sxm:2x8, or a .toml profile.")]
@@ -39,7 +38,7 @@ def plan(
     with reporting(json, debug) as report:
         made = make_plan(load_target(target, batch, keyword_arguments(keyword or ())), cluster, options())
         if save:
-            _save(made, save)
+            made.save(save)
         if html:
             write_text(str(html), page(made))
         report.document = made.to_dict()
@@ -50,13 +49,6 @@ def make_plan(target: Target, cluster: str, options: Options) -> Plan:
     """Plan a target, with progress on standard error."""
     with working(f"Planning {target.name} for {cluster}") as progress:
         return api.plan(target.function, target.args, cluster, options=options, target=target.name, progress=progress)
-
-
-def _save(made: Plan, path: Path) -> None:
-    try:
-        made.save(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}.") from error
 
 
 def page(made: Plan) -> str:

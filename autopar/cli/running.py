@@ -10,7 +10,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from autopar.api import Plan, resolve_cluster
+from autopar.api import Plan
+from autopar.api.clusters import device_count
 from autopar.cli.console import FAILED_CHECK, Report, error_console, reporting, say, sparkline, working
 from autopar.cli.flags import Batch, Debug, Json, Keyword, with_options
 from autopar.cli.planning import TargetArgument, make_plan
@@ -21,7 +22,7 @@ from autopar.report.brief import brief_table
 from autopar.report.trial import check_lines, trial_tables
 from autopar.report.units import bytes_text, count_text
 from autopar.runtime import devices
-from autopar.runtime.executor import executable_for, make_mesh
+from autopar.runtime.executor import check_devices, executable_for, make_mesh
 from autopar.runtime.trial import Trial, attempt
 from autopar.trace.arguments import split
 
@@ -68,9 +69,13 @@ def run(
 
 
 def simulate(cluster: str) -> None:
-    """As many CPU devices as the cluster has, should they be needed. Before anything else touches JAX."""
-    priced, _, _ = resolve_cluster(cluster)
-    devices.simulate(priced.num_devices, only_cpu=cluster.partition(":")[0] in ON_CPU)
+    """As many CPU devices as the cluster has, should they be needed. Before anything else touches JAX.
+
+    Raises `MeshError` where they are too few all the same, before anything is measured.
+    """
+    needed = device_count(cluster) or 0
+    devices.simulate(needed, only_cpu=cluster.partition(":")[0] in ON_CPU)
+    check_devices(needed, devices.count())
 
 
 def check_concrete(target: Target) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from autopar.errors import ModelError, TraceError, UsageError
+from autopar.errors import AutoparError, ModelError, TraceError, UsageError
 
 FORMS = "a zoo name (`autopar models` lists them), `package.module:callable` or `file.py:callable`"
 
@@ -57,7 +57,13 @@ def _from_zoo(name: str, batch: int | None, keywords: Mapping[str, Any], abstrac
         raise ModelError(f"no model is called {name!r}. {hint}{where}")
     if batch is not None and batch < 1:
         raise UsageError(f"a batch has at least one example, not {batch}.")
-    function, args = models.build(name, batch=batch, abstract=abstract, **keywords)
+    try:
+        function, args = models.build(name, batch=batch, abstract=abstract, **keywords)
+    except AutoparError:
+        raise
+    except Exception as error:
+        given = ", ".join(f"{k}={v!r}" for k, v in keywords.items())
+        raise ModelError(f"{name} cannot be built with {given or f'batch {batch}'}: {error}") from error
     return Target(name, function, args)
 
 

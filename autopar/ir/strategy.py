@@ -86,7 +86,7 @@ def check_strategy(rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh) ->
         for dim in dims:
             if not _contiguous(dim, strategy, rule, mesh):
                 raise IllegalStrategyError(f"dimension ({' '.join(dim)}) would be cut inside a factor that is not fully cut.")
-    if any(index >= len(rule.passes) for _, index in strategy.passes):
+    if any(not 0 <= index < len(rule.passes) for _, index in strategy.passes):
         raise IllegalStrategyError(f"rule `{rule}` has no such way of passing partial values: {strategy}.")
     for position in range(len(rule.results)):
         kinds = {kind for _, kind in result_sharding(rule, strategy, position).partial}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any
 
@@ -105,17 +107,50 @@ def make_optimizer(optimizer: str | optax.GradientTransformation, learning_rate:
 
 
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
-    """`config` with some fields replaced, checked by name and, for dtypes, by whether jax can hold them now."""
+    """`config` with some fields replaced, checked by name and kind and, for dtypes, by whether jax can hold them now."""
     known = {field.name: field for field in fields(config)}
-    for name in changes:
-        lookup(f"field of {type(config).__name__}", name, known)
-    changed = replace(config, **changes)
+    given = {name: _as(name, lookup(f"field of {type(config).__name__}", name, known).type, value) for name, value in changes.items()}
+    changed = replace(config, **given)
     return replace(changed, dtype=floating(changed.dtype), param_dtype=floating(changed.param_dtype))
+
+
+def _as(name: str, kind: Any, value: Any) -> Any:
+    """A field's value as its kind, the text of an annotation, says. Sizes are positive."""
+    if name in ("dtype", "param_dtype"):
+        return value
+    if isinstance(value, list):
+        value = tuple(value)
+    wanted, fits = _KINDS[kind]
+    if not fits(value):
+        raise ModelError(f"{name} must be {wanted}, not {value!r}.")
+    return value
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number of at least 1", _is_size),
+    "tuple[int, ...]": ("whole numbers of at least 1, as in (3, 4)", lambda v: isinstance(v, tuple) and bool(v) and all(map(_is_size, v))),
+    "float": ("a number", _is_number),
+    "float | None": ("a number or None", lambda v: v is None or _is_number(v)),
+    "bool": ("True or False", lambda v: isinstance(v, bool)),
+    "str": ("text", lambda v: isinstance(v, str)),
+}
+"""Annotation of a config's field -> what its values are, in words and as a test."""
 
 
 def floating(dtype: Any) -> str:
     """The name of a floating dtype, from any of the ways to write one."""
-    name = np.dtype(dtype).name
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        raise ModelError(f"there is no dtype {dtype!r}; dtype and param_dtype are floating, such as bfloat16 or float32.") from None
     if not jnp.issubdtype(name, jnp.floating):
         raise ModelError(f"dtype and param_dtype must be floating; `{name}` is not.")
     if jax.dtypes.canonicalize_dtype(name) != name:

@@ -141,7 +141,7 @@ def memory_budget(plan: Plan) -> int | None:
         return int(asked)
     device = plan.cluster.get("device", plan.cluster)
     there = device.get("memory_bytes") if hasattr(device, "get") else None
-    return int(there * float(plan.options.get("memory_fraction") or 1.0)) if there else None
+    return int(there * float(plan.options.get("memory_fraction") or 1.0)) or None if there else None
 
 
 def number_of_stages(plan: Plan) -> int:

@@ -33,6 +33,8 @@ class Notation:
 
 def parse(text: str) -> Notation:
     """The notation of a whole rule. Raises `RuleError` on malformed text."""
+    if not isinstance(text, str):
+        raise RuleError(f"a rule is text such as `b m k, b k n -> b m n`, not {text!r}.")
     if text.count("->") != 1:
         raise RuleError(f"rule text `{text}` needs one `->` between operands and results.")
     whole: set[Factor] = set()

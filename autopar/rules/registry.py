@@ -43,6 +43,11 @@ def register_rule(name: str, spec: str, *, when: When | None = None, local: Call
     operands; without it the primitive is bound on them with its parameters as they are. A jitted function was traced at
     global shapes, so `jit:f` needs `local`, which then gets operands only. Raises `RuleError`.
     """
+    if not isinstance(name, str) or not name:
+        raise RuleError(f"a rule is registered for the name of a primitive or `jit:f`, not {name!r}.")
+    for what, given in (("when", when), ("local", local)):
+        if given is not None and not callable(given):
+            raise RuleError(f"`{what}` of the rule for `{name}` must be a function, not {given!r}.")
     notation = parse(spec)
     if name.startswith("jit:") and local is None:
         raise RuleError(f"rule `{spec}` for `{name}` needs `local=`, the function that one device runs on its part.")

@@ -29,3 +29,8 @@ def abstract_leaves(args: Any) -> list[str]:
 def platform() -> str:
     """`cpu`, `gpu` or `tpu`."""
     return jax.default_backend()
+
+
+def count() -> int:
+    """Devices of this process and those that it works with."""
+    return jax.device_count()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -28,12 +29,27 @@ _BELOW_ONE_BYTE = ("int4", "uint4", "int2", "uint2")
 def make_mesh(mesh: LogicalMesh, devices: Sequence[Any] | None = None) -> Mesh:
     """A JAX mesh (Auto axes) of the logical mesh's shape over the first devices. Raises `MeshError` when there are too few."""
     found = list(jax.devices() if devices is None else devices)
-    if len(found) < mesh.num_devices:
-        raise MeshError(
-            f"the plan needs {mesh.num_devices} devices ({mesh}), but {len(found)} are here. Plan for a smaller cluster, or simulate: "
-            f"jax.config.update('jax_num_cpu_devices', {mesh.num_devices}) before JAX starts."
-        )
+    check_devices(mesh.num_devices, len(found), f" ({mesh})")
     return Mesh(np.array(found[: mesh.num_devices]).reshape(mesh.sizes), mesh.names)
+
+
+def check_devices(needed: int, here: int, mesh: str = "") -> None:
+    """Raise `MeshError` where fewer devices are here than a plan needs."""
+    if here < needed:
+        raise MeshError(
+            f"the plan needs {needed} devices{mesh}, but {here} are here. Plan for a smaller cluster, or simulate: "
+            f"jax.config.update('jax_num_cpu_devices', {needed}) before JAX starts."
+        )
+
+
+@contextmanager
+def own_settings(mesh: Mesh) -> Iterator[None]:
+    """The mesh of a plan in place of the caller's, and none of the caller's settings that would keep a compiled program from running.
+
+    A step under `jax.disable_jit` still runs compiled, and its arguments are placed whatever `jax.transfer_guard` says.
+    """
+    with jax.set_mesh(mesh), jax.disable_jit(False), jax.transfer_guard("allow"):
+        yield
 
 
 def executable_for(plan: Plan, traced: Traced, mesh: Mesh, donate: bool = True, emitter: str = "shard_map") -> Executable:
@@ -73,8 +89,8 @@ class Executable:
         self.carried = tuple(i for i, _ in traced.roles.carried) if donate else ()
         constants = traced.program.constants
         first = len(self.shardings) - len(constants)
-        with jax.set_mesh(mesh):
-            self.zero = jax.device_put(jnp.int32(0), named_sharding(TensorSharding(()), mesh))
+        with own_settings(mesh):
+            self.zero = jax.device_put(np.int32(0), named_sharding(TensorSharding(()), mesh))
             self.constants = [jax.device_put(c, s) for c, s in zip(constants, self.shardings[first:], strict=True)]
         program = emit_jit(emission, mesh) if emitter == "jit" else emit(emission, mesh)
         donated = tuple(i + 1 for i in self.carried)
@@ -93,20 +109,20 @@ class Executable:
     @cached_property
     def lowered(self) -> Any:
         """The lowered program; lowered once."""
-        with jax.set_mesh(self.mesh):
+        with own_settings(self.mesh):
             return self._jitted.lower(*self.specs())
 
     @cached_property
     def compiled(self) -> Any:
         """The compiled program; compiled once."""
-        with jax.set_mesh(self.mesh):
+        with own_settings(self.mesh):
             return self.lowered.compile()
 
     def __call__(self, leaves: Sequence[Any], owned: Owned) -> list[Any]:
         self._check(leaves)
         # A program compiled ahead of time refuses arrays of integers below one byte: JAX takes their layout for another one.
         run = self._jitted if any(a.dtype in _BELOW_ONE_BYTE for a in self.traced.graph.avals) else self.compiled
-        with jax.set_mesh(self.mesh):
+        with own_settings(self.mesh):
             outputs = run(self.zero, *self.place(leaves, owned), *self.constants)
         for array in outputs:
             owned.add(array)

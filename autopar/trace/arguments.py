@@ -89,14 +89,14 @@ def split(
 ) -> tuple[list[Any], Signature]:
     """The traced leaves of a call and its signature. Hashable leaves that are no arrays are static, as in equinox models.
 
-    Raises `UsageError` for a leaf that is neither an array nor hashable, naming its path.
+    Raises `UsageError` for a leaf that is neither an array nor hashable, or that JAX cannot hold, naming its path.
     """
     wrapped = _wrap(args, kwargs, static_argnums, static_argnames)
     leaves, tree = jax.tree.flatten(wrapped)
     traced, positions, statics, avals = [], [], [], []
     for i, leaf in enumerate(leaves):
         if compat.is_array_like(leaf):
-            spec = compat.abstract(leaf)
+            spec = _abstract(leaf, i, wrapped)
             traced.append(leaf)
             positions.append(i)
             avals.append((tuple(spec.shape), compat.dtype_name(spec.dtype), bool(spec.weak_type)))
@@ -130,14 +130,36 @@ def _check_static(value: Any, where: str) -> None:
         ) from None
 
 
+def _abstract(leaf: Any, index: int, wrapped: Any) -> jax.ShapeDtypeStruct:
+    """A leaf's shape and dtype."""
+    try:
+        return compat.abstract(leaf)
+    except OverflowError:
+        kind = jax.dtypes.canonicalize_dtype(int)
+        more = ", or turn on 64 bits: jax.config.update('jax_enable_x64', True)" if kind == "int32" else ""
+        raise UsageError(
+            f"the argument leaf at {_path(index, wrapped)} is {leaf}, which {kind} cannot hold. Pass a float or make it static{more}."
+        ) from None
+    except TypeError:
+        raise UsageError(
+            f"the argument leaf at {_path(index, wrapped)} is an array of dtype {getattr(leaf, 'dtype', type(leaf).__name__)}, which JAX "
+            "cannot hold. Turn it into numbers, or make the argument static."
+        ) from None
+
+
+def _path(index: int, wrapped: Any) -> str:
+    """Where a leaf stands among the arguments: `args[0]['w']`, `kwargs['rate']`."""
+    path = jax.tree_util.tree_flatten_with_path(wrapped)[0][index][0]
+    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+
+
 def _check_hashable(leaf: Any, index: int, wrapped: Any) -> None:
     try:
         hash(leaf)
     except TypeError:
-        path = jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(wrapped)[0][index][0])
         raise UsageError(
-            f"the argument leaf at {path} is a {type(leaf).__name__}: neither an array nor hashable, so it can be neither traced nor "
-            "static. Register its class as a pytree, turn it into arrays, or pass it through a closure."
+            f"the argument leaf at {_path(index, wrapped)} is a {type(leaf).__name__}: neither an array nor hashable, so it can be neither "
+            "traced nor static. Register its class as a pytree, turn it into arrays, or pass it through a closure."
         ) from None
 
 

@@ -52,12 +52,18 @@ pin_p.def_impl(lambda x, *, spec: x)
 pin_p.def_abstract_eval(lambda x, *, spec: x)
 
 
-def _constraint(equation: Any) -> tuple[Any, ...] | None:
-    """Per dimension the axes that a sharding constraint names, None where it leaves the choice; None where it names none."""
-    sharding, free = equation.params["sharding"], equation.params.get("unconstrained_dims") or ()
+_PLACING = frozenset({"sharding_constraint", "device_put"})
+
+
+def _asked(equation: Any) -> tuple[Any, ...]:
+    """For each operand of a sharding constraint or `device_put`, where it is to lie."""
+    return (equation.params["sharding"],) if equation.primitive.name == "sharding_constraint" else tuple(equation.params["devices"])
+
+
+def _constraint(sharding: Any, ndim: int, free: Sequence[int]) -> tuple[Any, ...] | None:
+    """Per dimension the axes that a sharding names, None where it leaves the choice; None where it names none."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
-    ndim = equation.outvars[0].aval.ndim
     entries = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
     unconstrained = jax.sharding.PartitionSpec.UNCONSTRAINED
     return tuple(
@@ -69,7 +75,8 @@ def _constraint(equation: Any) -> tuple[Any, ...] | None:
 def without_constraints(closed: Any) -> tuple[Any, tuple[str, ...]]:
     """A program with its sharding constraints as pins, off the mesh that it was traced on.
 
-    Constraints within loops and branches are dropped; their lines are returned.
+    A `device_put` counts as a constraint where it names axes, and is the identity otherwise. Constraints within loops and branches
+    are dropped; their lines are returned.
     """
     if not _constrained(closed.jaxpr, {}) and all(e.ctx.cur_abstract_mesh.empty for e in closed.eqns):
         return closed, ()
@@ -79,11 +86,11 @@ def without_constraints(closed: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _constrained(jaxpr: Any, known: dict[int, bool]) -> bool:
-    """Whether a sharding constraint stands in a jaxpr or in one inside it."""
+    """Whether a sharding constraint or a `device_put` stands in a jaxpr or in one inside it."""
     if id(jaxpr) not in known:
         known[id(jaxpr)] = False
         known[id(jaxpr)] = any(
-            e.primitive.name == "sharding_constraint" or any(_constrained(inner, known) for inner in jex.jaxprs_in_params(e.params))
+            e.primitive.name in _PLACING or any(_constrained(inner, known) for inner in jex.jaxprs_in_params(e.params))
             for e in jaxpr.eqns
         )
     return known[id(jaxpr)]
@@ -102,7 +109,7 @@ class _Cleaner:
             env: dict[Any, Any] = {}
             for v in (*old.constvars, *old.invars):
                 env[v] = _fresh(v)
-            equations = [e for e in (self.equation(e, env) for e in old.eqns) if e is not None]
+            equations = [new for e in old.eqns for new in (self.pins(e, env) if e.primitive.name in _PLACING else [self.equation(e, env)])]
             new = old.replace(
                 constvars=[env[v] for v in old.constvars],
                 invars=[env[v] for v in old.invars],
@@ -112,18 +119,25 @@ class _Cleaner:
             self.done[id(old)] = (old, new)
         return self.done[id(old)][1]
 
-    def equation(self, e: Any, env: dict[Any, Any]) -> Any | None:
-        operands = [_read(env, v) for v in e.invars]
-        if e.primitive.name == "sharding_constraint":
-            spec = _constraint(e)
-            if self.depth or spec is None:
+    def pins(self, e: Any, env: dict[Any, Any]) -> list[Any]:
+        """A constraint as a pin for each operand; where it names no axes or stands in a loop, results are the operands."""
+        found, free = [], e.params.get("unconstrained_dims") or ()
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            context = type(e.ctx)()
+        for operand, result, sharding in zip(e.invars, e.outvars, _asked(e), strict=True):
+            spec = _constraint(sharding, result.aval.ndim, free)
+            env[result] = _read(env, operand)
+            if spec is not None and not self.depth:
+                pinned = _fresh(result)
+                new = {"invars": [env[result]], "outvars": [pinned], "params": {"spec": spec}}
+                found.append(e.replace(primitive=pin_p, ctx=context, **new))
+                env[result] = pinned
+            elif spec is not None or e.primitive.name == "sharding_constraint":
                 self.lines.append(source_line(e))
-                env[e.outvars[0]] = operands[0]
-                return None
-            env[e.outvars[0]] = _fresh(e.outvars[0])
-            with jax.sharding.use_abstract_mesh(_NO_MESH):
-                context = type(e.ctx)()
-            return e.replace(primitive=pin_p, invars=operands, outvars=[env[e.outvars[0]]], params={"spec": spec}, ctx=context)
+        return found
+
+    def equation(self, e: Any, env: dict[Any, Any]) -> Any:
+        operands = [_read(env, v) for v in e.invars]
         env.update((v, _fresh(v)) for v in e.outvars)
         inside = opened(e) is None
         self.depth += inside

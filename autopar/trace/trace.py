@@ -70,12 +70,8 @@ def trace(
 def _jaxpr(flat: arguments.FlatFunction, avals: Sequence[Any], axes: Mapping[str, int]) -> Any:
     """The jaxpr, traced outside of any mesh; on one with the caller's axes where the function insists."""
     try:
-        try:
-            return compat.make_jaxpr(flat, avals)
-        except Exception as error:
-            if not axes or "mesh" not in str(error):
-                raise
-            return compat.make_jaxpr(flat, avals, axes)
+        with jax.disable_jit(False):  # the program is the same under `jax.disable_jit`, loops not unrolled
+            return _on_axes(flat, avals, axes)
     except AutoparError:
         raise
     except Exception as error:
@@ -85,6 +81,15 @@ def _jaxpr(flat: arguments.FlatFunction, avals: Sequence[Any], axes: Mapping[str
             f"`{name}` raised {type(error).__name__} while it was traced with {_shapes(flat.signature)}: {error}\n"
             f"It must run under jax.jit with these arguments; try `jax.make_jaxpr` on it first.{known}"
         ) from error
+
+
+def _on_axes(flat: arguments.FlatFunction, avals: Sequence[Any], axes: Mapping[str, int]) -> Any:
+    try:
+        return compat.make_jaxpr(flat, avals)
+    except Exception as error:
+        if not axes or "mesh" not in str(error):
+            raise
+        return compat.make_jaxpr(flat, avals, axes)
 
 
 def _check_supported(graph: Graph) -> None:

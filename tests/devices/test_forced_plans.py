@@ -80,6 +80,13 @@ def test_a_scatter_of_one_row_stays_in_its_part(mode):
         assert_agrees(subject, (2, 4), "random", seed)
 
 
+def test_a_model_that_is_none_is_refused_with_the_ones_that_are_close(capsys):
+    with pytest.raises(SystemExit) as ended:
+        forced.main(["--model", "gpt-tny"])
+    assert ended.value.code == 2
+    assert "no model is called gpt-tny; close matches: gpt-tiny" in capsys.readouterr().err
+
+
 def test_on_a_mesh_of_one_device_a_random_plan_cuts_nothing():
     row = assert_agrees(small("perceptron"), (1,), "random")
     assert (row.cut_share, row.planned) == (0, 0)

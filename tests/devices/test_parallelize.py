@@ -221,6 +221,30 @@ def test_a_constraint_that_names_its_own_mesh():
         assert_close(autopar.parallelize(step, where)(create(), examples()), one_device())
 
 
+def test_a_device_put_inside_the_step_runs_as_planned():
+    mesh = mesh_of(AxisType.Auto)
+
+    def step(state, batch):
+        rows = jax.device_put(batch["x"], NamedSharding(mesh, P("data")))
+        return train(jax.device_put(state, jax.devices()[0]), {**batch, "x": rows})
+
+    for where in (mesh, FAST):
+        assert_close(autopar.parallelize(step, where)(create(), examples()), one_device())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_device_put_in_a_loop_and_on_an_explicit_mesh(kind):
+    there = NamedSharding(mesh_of(kind), P("data"))
+
+    def step(x):
+        x = jax.device_put(jnp.sin(x), there)
+        return jax.lax.fori_loop(0, 2, lambda _, x: jax.device_put(jnp.sin(x), there), x)
+
+    rows = jnp.arange(32.0).reshape(8, 4)
+    for where in (mesh_of(kind), FAST):
+        assert_close(autopar.parallelize(step, where)(rows), jnp.sin(jnp.sin(jnp.sin(rows))))
+
+
 def test_constraints_on_a_searched_mesh_use_axis_names():
     assert_close(autopar.parallelize(constrained, FAST, axis_names=AXES)(create(), examples()), one_device())
 
@@ -230,6 +254,20 @@ def test_a_step_runs_under_another_mesh():
         step = autopar.parallelize(train, FAST)
         made = step.init(create, batch=examples())
         assert_close(step(made, examples()), one_device())
+
+
+@pytest.mark.parametrize("own_mesh", [False, True])
+@pytest.mark.parametrize("kind", ["disable_jit", "disallow", "disallow_explicit"])
+def test_a_step_runs_compiled_under_the_callers_settings(kind, own_mesh):
+    state, batch, where = create(), jax.tree.map(np.asarray, examples()), mesh_of(AxisType.Explicit) if own_mesh else FAST
+    plan = autopar.plan(train, (state, batch), where)
+    with jax.disable_jit() if kind == "disable_jit" else jax.transfer_guard(kind):
+        step = autopar.parallelize(train, where)
+        found = step(state, batch)
+        made = step.init(create, batch=batch)
+        assert step.plan(state, batch).fingerprint == plan.fingerprint
+    assert_close(found, one_device())
+    assert_close(step(made, batch), one_device())
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------------------------

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import math
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import autopar
-from autopar import ClusterError, InfeasibleError, Options, PlanError, TraceError, UsageError
+from autopar import ClusterError, InfeasibleError, Options, PlanError, RuleError, TraceError, UsageError
 from autopar.api import cluster_of_devices
 from autopar.api.clusters import preset_of_devices
 from autopar.errors import AutoparError
+from cost_models.profile import host
 
 W, X = jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((64, 16), jnp.float32)
 
@@ -51,6 +56,24 @@ def test_shapes_that_do_not_fit(text):
         plan(text)
 
 
+@pytest.mark.parametrize(
+    "text, lacks",
+    [
+        ("", "lacks device, topology, title"),
+        ('title = "t"', "lacks device, topology."),
+        ('title = "t"\n[device]\n[topology]', "lacks a kind or a shape"),
+        ('title = "t"\ndevice = 3\n[topology]', "lacks device"),
+        ('title = "t"\n[device]\n[topology]\nkind = "two-level"\nshape = [1, 8]', "incomplete"),
+        ('title = "t"\n[device]\n[topology]\nkind = "ring"\nshape = [1, 8]', "incomplete"),
+        ("\x80", "not valid TOML"),
+    ],
+)
+def test_profiles_that_lack_something(tmp_path, text, lacks):
+    (tmp_path / "c.toml").write_text(text, encoding="latin-1")
+    with pytest.raises(ClusterError, match=lacks):
+        plan(str(tmp_path / "c.toml"))
+
+
 @pytest.mark.parametrize("mesh", [8, ("data", 8), AbstractMesh((8,), ("x",))])
 def test_what_is_no_mesh(mesh):
     with pytest.raises(UsageError, match="a mesh is a jax.sharding.Mesh, an autopar.Cluster, a string such as 'h100-sxm:8x8' or None"):
@@ -63,6 +86,14 @@ def test_more_devices_than_there_are():
     with pytest.raises(autopar.MeshError, match="needs 16 devices"):
         parallel(w, x)
     assert parallel.plan(w, x).mesh.num_devices == 16 and not w.is_deleted()
+
+
+def test_more_devices_than_there_are_are_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(host, "figures", lambda *_: pytest.fail("measured"))
+    parallel = autopar.parallelize(step, "host:16")
+    for run in (parallel, parallel.lower, lambda w, x: parallel.init(lambda: w, batch=x)):
+        with pytest.raises(autopar.MeshError, match="needs 16 devices, but 8 are here"):
+            run(jnp.ones(W.shape), jnp.ones(X.shape))
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------------------------
@@ -102,12 +133,64 @@ def test_outputs_that_do_not_match_the_state_are_legal_and_noted():
     assert any("1 of the 2 leaves of argument 0 come back" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("args", [{"x": X}, X, jnp.ones(3), "w", 3])
+def test_arguments_come_as_a_tuple(args):
+    with pytest.raises(UsageError, match=r"the tuple of the step's arguments, not an? \w+: write plan\(function, \(state, batch\)"):
+        plan(args=args)
+    with pytest.raises(UsageError, match="`args` is the tuple"):
+        plan().verify(step, args)
+    with pytest.raises(UsageError, match="`kwargs` maps names of arguments to their values, not a list"):
+        autopar.plan(step, (W, X), "fast-link:8", kwargs=[1])
+    assert plan(args=[W, X]).inputs
+
+
+@pytest.mark.parametrize(
+    "leaf, message",
+    [
+        (np.array(["a"]), r"args\[0\]\['w'\] is an array of dtype <U1, which JAX cannot hold"),
+        (np.array(["2020-01-01"], "datetime64[D]"), "dtype datetime64"),
+        (np.array([object()]), "dtype object"),
+        (2**40, "is 1099511627776, which int32 cannot hold. Pass a float .*jax_enable_x64"),
+        (-(2**31) - 1, "cannot hold"),
+    ],
+)
+def test_leaves_that_jax_cannot_hold(leaf, message):
+    with pytest.raises(UsageError, match=message):
+        plan(args=({"w": leaf}, X))
+    with pytest.raises(UsageError, match=r"args\[1\] is .* cannot hold"):
+        autopar.parallelize(step, "fast-link:8")(jnp.ones(W.shape), leaf)
+
+
+def test_what_init_cannot_create():
+    parallel = autopar.parallelize(step, "fast-link:8")
+    with pytest.raises(TraceError, match=r"(?s)`create`, which creates the state, raised TypeError.*close over: init\(lambda key") as error:
+
+        def create(key, size):
+            return jnp.ones((size, 32))
+
+        parallel.init(create, jax.random.key(0), 16, batch=X)
+    assert isinstance(error.value.__cause__, TypeError)
+    with pytest.raises(TraceError, match="raised ZeroDivisionError"):
+        parallel.init(lambda: 1 / 0, batch=X)
+    with pytest.raises(UsageError, match="not callable"):
+        parallel.init(jnp.ones(W.shape), batch=X)
+    assert parallel.init(lambda key: create(key, 16), jax.random.key(0), batch=X).shape == (16, 32)
+
+
 def test_init_with_a_batch_that_does_not_fit():
     with pytest.raises(UsageError, match="can be called neither with the state and the batch as they are nor spread"):
         autopar.parallelize(lambda w, x, y, z: w, "fast-link:8").init(lambda: jnp.ones(W.shape), batch=(1.0, 2.0))
 
 
 # --- options --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_are_no_options():
+    for run in (autopar.plan, lambda f, args, where, options: autopar.parallelize(f, where, options=options)):
+        with pytest.raises(UsageError, match=r"not a dict: pass autopar.Options\(\*\*options\)"):
+            run(step, (W, X), "fast-link:8", options={"donate": False})
+        with pytest.raises(UsageError, match=r"not an int: pass autopar.Options"):
+            run(step, (W, X), "fast-link:8", options=3)
 
 
 def test_an_unknown_option_names_the_one_that_was_meant():
@@ -120,10 +203,18 @@ def test_an_unknown_option_names_the_one_that_was_meant():
     [
         *({"memory_bytes": 0}, {"memory_fraction": 1.5}, {"solver": "cplex"}, {"emitter": "pmap"}),
         *({"reduce_dtype": "bfloat16"}, {"stages": 4}, {"microbatches": 7}, {"remat": "sometimes"}),
+        *({"memory_bytes": value} for value in ("8GiB", True, -1, math.inf, math.nan)),
+        *({"memory_fraction": value} for value in ("a", 0, -0.5, math.nan, None)),
+        *({"axis_names": value} for value in ((), ("x", "x"), "data", ("",), 3, ("x", 3))),
+        *({"pins": value} for value in ([], {"w": 3}, {"w": "x"}, {3: P("x")}, {"w": P(3)}, {"w": P(P.UNCONSTRAINED)}, {"w": P("x", "x")})),
+        *({"batch_argnums": value} for value in (2, -3, "x", 1.0)),
+        *({"static_argnums": 0.5}, {"static_argnames": 3}, {"accumulate_dtype": "float31"}, {"donate": 1}, {"donate": "no"}),
+        *({"time_limit_s": value} for value in (-1, 0, "1", math.nan, math.inf)),
+        *({"gap": value} for value in (-1e-9, math.nan, "0.1", math.inf, None)),
     ],
 )
 def test_options_that_make_no_sense_or_are_not_there_yet(options):
-    with pytest.raises(UsageError, match=next(iter(options))):
+    with pytest.raises(UsageError, match=next(iter(options)).removesuffix("s")):
         autopar.parallelize(step, "fast-link:8", **options)
 
 
@@ -133,11 +224,20 @@ def test_options_that_make_no_sense_or_are_not_there_yet(options):
         ({"weights": P("x")}, "no parameter path matches the pins weights. Paths look like: w, x"),
         ({"w": P("model")}, "Set `axis_names` or pass a Mesh"),
         ({"w": P("x", None, None)}, "more entries than the 2 dimensions"),
+        ({"w": P(("x", "y"), "x")}, "uses axis x twice"),
+        ({"w*": P("x"), "*": P(None, "x")}, r"w is pinned in more than one way: 'w\*' says \[x, -\], '\*' says"),
     ],
 )
 def test_pins_that_cannot_hold(pins, message):
     with pytest.raises(UsageError, match=message):
         plan(pins=pins)
+
+
+def test_pins_that_agree_and_a_whole_path_that_outranks_a_pattern():
+    sharding = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
+    for pins in ({"w*": P("x"), "?": P("x", None)}, {"?": P(None, "x"), "w": P("x")}, {"w": sharding}, {"w": ("x",)}, {"w": [["x"], None]}):
+        found = plan(axis_names=("x",), pins=pins | {"x": P("x")})
+        assert found.in_specs == (P("x", None), P("x", None))
 
 
 def test_a_pin_that_does_not_divide():
@@ -178,6 +278,66 @@ def test_plan_files_that_are_none(tmp_path):
         autopar.parallelize(step, plan="absent.json")
     with pytest.raises(UsageError, match="`plan` is an autopar.Plan or the path of one, not int"):
         autopar.parallelize(step, plan=3)
+
+
+DAMAGES = {
+    "a gate that is no op": lambda d: d["sharding"]["moves"][0].update(gate=99),
+    "a value that is not there": lambda d: d["sharding"]["moves"][0].update(value=999),
+    "a dimension that is not there": lambda d: d["sharding"]["moves"][0]["move"].update(dim=99, to_dim=99),
+    "a negative dimension": lambda d: d["sharding"]["moves"][0]["move"].update(dim=-3, to_dim=-3),
+    "a form of another rank": lambda d: d["sharding"]["moves"][0]["source"].update(dims=[["x"]] * 5),
+    "no inputs": lambda d: d.update(inputs=[]),
+    "inputs of another name": lambda d: d["inputs"][0].update(path="v"),
+    "an output that lies otherwise": lambda d: d["outputs"][0]["sharding"].update(dims=[[], []]),
+    "no strategies": lambda d: d["sharding"].update(strategies=[]),
+    "no moves": lambda d: d["sharding"].update(moves=[]),
+    "a pass that is not there": lambda d: d["sharding"]["strategies"][0].update(cuts=[], passes=[["x", -7]]),
+    "a partial input": lambda d: d["sharding"]["inputs"][0].update(partial=[["x", "sum"]], dims=[[], []]),
+    "moves that need each other": lambda d: d["sharding"]["moves"][0].update(source_generation=7),
+    "options of no sense": lambda d: d["options"].update(memory_bytes="zz"),
+    "a cluster of no sense": lambda d: d["cluster"]["device"].update(memory_bytes="zz"),
+    "no cluster": lambda d: d.update(cluster={}),
+}
+
+
+@pytest.fixture(scope="module")
+def document():
+    found = plan(pins={"w": P("x"), "x": P("x")}, axis_names=("x",)).to_dict()
+    assert found["sharding"]["moves"][0]["move"]["kind"] != "to_partial"
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_plan_damaged_by_hand_is_refused(document, damage, tmp_path):
+    damaged = copy.deepcopy(document)
+    DAMAGES[damage](damaged)
+    (tmp_path / "plan.json").write_text(json.dumps(damaged))
+    with pytest.raises(PlanError):
+        autopar.parallelize(step, plan=tmp_path / "plan.json").plan(W, X)
+
+
+def test_where_a_plan_cannot_be_saved(tmp_path):
+    with pytest.raises(PlanError, match="cannot be written to .*absent/plan.json: No such file"):
+        plan().save(tmp_path / "absent" / "plan.json")
+
+
+def test_what_is_no_path():
+    for run in (plan().save, autopar.Plan.load):
+        with pytest.raises(UsageError, match="path is a string or an os.PathLike, not an int"):
+            run(3)
+
+
+def test_a_plan_is_compared_with_a_plan():
+    with pytest.raises(UsageError, match="compared with another autopar.Plan, not an int"):
+        plan().diff(3)
+
+
+@pytest.mark.parametrize("given", [(3, "i -> i"), ("", "i -> i"), ("foo", None), ("foo", 3), ("foo", "i -> i -> i")])
+def test_what_is_no_rule(given):
+    with pytest.raises(RuleError):
+        autopar.register_rule(*given)
+    with pytest.raises(RuleError, match="`local` of the rule for `foo` must be a function"):
+        autopar.register_rule("foo", "i -> i", local=3)
 
 
 def test_a_plan_is_verified_for_its_own_program_alone():

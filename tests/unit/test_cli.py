@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -18,6 +19,7 @@ from autopar.cli.console import exit_status, finite, sparkline
 from autopar.cli.flags import byte_count, options_of, pin
 from autopar.cli.target import keyword_arguments, load_target
 from autopar.errors import AutoparError, ModelError, TraceError, UsageError
+from cost_models.profile import host
 
 STEP = """
 import jax
@@ -179,6 +181,22 @@ def test_models_are_listed_and_counted_when_named():
         (("plan", "mlp-tiny", "--cluster", "slow-link:2", "-k", "laers=2"), "layers"),
         (("plan", "mlp-tiny", "--cluster", "slow-link:2", "-k", "layers"), "name=value"),
         (("plan", "mlp-tiny", "--cluster", "slow-link:2", "--batch", "0"), "at least one"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "-k", "layers=abc"), "layers must be a whole number of at least 1, not 'abc'"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "-k", "layers=-1"), "layers must be a whole number of at least 1, not -1"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "-k", "layers=2.5"), "layers must be a whole number"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "-k", "dtype=float31"), "there is no dtype 'float31'"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "-k", "seed=abc", "-k", "learning_rate=x"), "learning_rate must be a number"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "-k", "abstract=1"), "mlp-tiny cannot be built with abstract=1"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "--gap", "-0.1"), "gap must be a number that is not negative"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "--gap", "nan"), "gap must be"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "--time-limit", "-1"), "time_limit_s must be a positive number"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "--axis-names", "a,a"), "axis_names must differ"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "--axis-names", ""), "axis_names must be one or more names"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "--pin", "*=x,x"), "uses axis x twice"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "--json", "absent/z.json"), "--json cannot write absent/z.json"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "--save", "absent/z.json"), "cannot be written to absent/z.json"),
+        (("plan", "mlp-tiny", "--cluster", "slow-link:2", "--html", "absent/z.html"), "cannot write absent/z.html"),
+        (("run", "mlp-tiny", "--cluster", "slow-link:2", "--json", "absent/z.json"), "--json cannot write absent/z.json"),
         (("plan", "nowhere.at_all:make", "--cluster", "slow-link:2"), "no module"),
         (("plan", "nowhere.py:make", "--cluster", "slow-link:2"), "no file"),
         (("plan", "json:lodas", "--cluster", "slow-link:2"), "Did you mean loads"),
@@ -193,6 +211,29 @@ def test_a_wrong_word_exits_with_2_and_says_what_would_do(arguments, said):
     assert done.exit_code == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_on_more_devices_than_there_are_is_refused_before_anything_is_measured(monkeypatch):
+    jax.devices()  # they are there already, so no more can be simulated
+    monkeypatch.setattr(host, "figures", lambda *_: pytest.fail("measured"))
+    done = autopar("run", "mlp-tiny", "--cluster", "host:16")
+    assert done.exit_code == 2
+    assert "needs 16 devices, but 8 are here" in done.stderr
+
+
+def test_a_profile_that_lacks_its_tables_exits_with_2(tmp_path):
+    (tmp_path / "c.toml").write_text("[other]\nkey = 3\n")
+    for command in (("plan", "mlp-tiny"), ("run", "mlp-tiny")):
+        done = autopar(*command, "--cluster", str(tmp_path / "c.toml"))
+        assert done.exit_code == 2
+        assert "c.toml lacks device, topology, title" in done.stderr
+
+
+def test_a_json_file_that_becomes_unwritable_exits_with_2(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    done = autopar("models", "--json", str(tmp_path / "m.json"))
+    assert done.exit_code == 2
+    assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_plan_file_that_is_none_exits_with_2(saved, tmp_path):

@@ -162,3 +162,43 @@ def test_a_shard_map_of_the_users_own_is_refused_with_its_line():
 
     with pytest.raises(TraceError, match=r"`shard_map` at .*test_trace.py:\d+ is written for one mesh by hand"):
         trace(function, (X,))
+
+
+# --- device_put -----------------------------------------------------------------------------------------------------------------------
+
+
+def on(*spec):
+    return NamedSharding(mesh(), P(*spec))
+
+
+def test_a_device_put_with_axes_is_a_pin():
+    traced = trace(lambda x: jax.device_put(x, on(None, "model")) + 1, (jnp.ones((8, 8)),))
+    (pin, _) = traced.graph.ops
+    assert pin.primitive == "pin" and pin.param("spec") == ((), ("model",))
+
+
+def test_a_device_put_of_a_tree_pins_each_leaf():
+    traced = trace(lambda a, b: jax.tree.map(jnp.sin, jax.device_put((a, b), (on("data"), on("model")))), (X, X))
+    assert primitives(traced) == ["pin", "pin", "sin", "sin"]
+    assert [op.param("spec") for op in traced.graph.ops[:2]] == [(("data",), ()), (("model",), ())]
+
+
+@pytest.mark.parametrize("where", [None, "device", "one device"])
+def test_a_device_put_to_a_device_is_the_identity(where):
+    device = {None: None, "device": jax.devices()[0], "one device": jax.sharding.SingleDeviceSharding(jax.devices()[1])}[where]
+    traced = trace(lambda x: jnp.sin(jax.device_put(x, device)), (X,))
+    assert primitives(traced) == ["sin"] and not traced.roles.notes
+
+
+def test_a_device_put_in_a_loop_is_dropped_and_noted():
+    def step(x):
+        return jax.lax.scan(lambda c, _: (jnp.sin(jax.device_put(c, on("data"))), None), x, None, length=3)[0]
+
+    traced = trace(step, (X,))
+    assert primitives(traced) == ["scan", "sin"]
+    assert len(traced.roles.notes) == 1 and "test_trace.py" in traced.roles.notes[0]
+
+
+def test_the_gradient_of_a_device_put_keeps_no_device():
+    traced = trace(jax.grad(lambda x: jnp.sum(jnp.sin(jax.device_put(x, on("data"))))), (X,))
+    assert "device_put" not in primitives(traced)
