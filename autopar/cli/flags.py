@@ -72,7 +72,11 @@ FLAGS: tuple[tuple[str, Any, Any], ...] = (
     ("donate", Annotated[bool, _flag("--donate/--no-donate", help="Let a step reuse the memory of the state it gets.")], _D.donate),
     ("reduce_dtype", Annotated[str, _flag(metavar="DTYPE", help="Partial sums are reduced in float32 or as_written.")], _D.reduce_dtype),
     ("solver", Annotated[str, _flag(metavar="NAME", help="highs or pulp.")], _D.solver),
-    ("time_limit_s", Annotated[float | None, _flag("--time-limit", metavar="SECONDS", help="For the solver, on each mesh.")], None),
+    (
+        "time_limit_s",
+        Annotated[float | None, _flag("--time-limit", metavar="SECONDS", help="For the solver, on each mesh.")],
+        _D.time_limit_s,
+    ),
     ("gap", Annotated[float, _flag(help="Relative gap at which an answer counts as optimal.")], _D.gap),
     ("emitter", Annotated[str, _flag(metavar="NAME", help="shard_map or jit.")], _D.emitter),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -16,8 +16,11 @@ from autopar.trace import compat
 class Runner(Protocol):
     """Runs ops one by one: by op index, reads operands in the form that the op needs, and takes results as the op gives them."""
 
-    graph: Graph
-    equations: Sequence[Any]
+    @property
+    def graph(self) -> Graph: ...
+
+    @property
+    def equations(self) -> Sequence[Any]: ...
 
     def op(self, i: int) -> None: ...
 
@@ -108,20 +111,20 @@ def _while(runner: Runner, region: int, first: int, stop: int) -> None:
     views = _ports(graph, *asks, test, "loop_view")
     _, end = _inside(graph, first, stop, region)
 
-    def given(carry: tuple[Any, ...]) -> Runner:
+    def given(carry: Iterable[Any]) -> Runner:
         inner = runner.inner()
         for i, x in zip(carries, carry, strict=True):
             inner.give(i, x)
         return inner
 
-    def goes_on(carry: tuple[Any, ...]) -> Any:
+    def goes_on(carry: Iterable[Any]) -> Any:
         inner = given(carry)
         for i in views:
             inner.give(i, inner.operand(i, 0))
         run(inner, *_inside(graph, asks[0], asks[1] + 1, test), test)
         return inner.operand(asks[1], 0)
 
-    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def body(carry: Iterable[Any]) -> tuple[Any, ...]:
         inner = given(carry)
         run(inner, asks[1] + 1, end, region)
         return tuple(_typed(inner.operand(i, 0), graph, i) for i in exits)

@@ -27,7 +27,8 @@ def _phases(graph: Graph) -> Graph:
         depends.append(b or any(o in late for op in unit for o in op.inputs))
         late.update(r for op in unit if depends[-1] for r in op.results)
     updates = _ancestors(groups, [d and not b and not f for d, b, f in zip(depends, backward, feeds, strict=True)])
-    ops, made = [], set[int]()
+    ops: list[Op] = []
+    made: set[int] = set()
     for unit, b, feeds_backward, update in zip(groups, backward, feeds, updates, strict=True):
         after = update or any(o in made for op in unit for o in op.inputs)  # what reads an update's result comes after it
         phase: Phase = "backward" if b else "update" if after and not feeds_backward else "forward"
