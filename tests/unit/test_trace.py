@@ -195,7 +195,7 @@ def test_a_device_put_in_a_loop_is_dropped_and_noted():
         return jax.lax.scan(lambda c, _: (jnp.sin(jax.device_put(c, on("data"))), None), x, None, length=3)[0]
 
     traced = trace(step, (X,))
-    assert primitives(traced) == ["scan", "sin"]
+    assert primitives(traced) == ["loop_carry", "sin", "loop_exit"]
     assert len(traced.roles.notes) == 1 and "test_trace.py" in traced.roles.notes[0]
 
 
