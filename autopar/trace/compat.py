@@ -12,6 +12,7 @@ import numpy as np
 from jax._src import source_info_util
 from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax._src.lax.lax import _convert_element_type
+from jax.interpreters import mlir
 
 _OPENED = {
     "jit": "jaxpr",
@@ -27,6 +28,7 @@ _OPENED = {
 }
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 _LIBRARIES = ("site-packages", "dist-packages", "autopar/trace/")
+LOOPS = frozenset({"scan", "while", "cond"})
 CHECKPOINTS = frozenset({"remat2", "checkpoint", "remat"})
 
 
@@ -47,9 +49,10 @@ def without_dead_code(closed: Any) -> Any:
 
 
 pin_p = jex.Primitive("pin")
-"""A sharding constraint outside of loops and branches: the identity, with the axes asked for in each dimension (None: any)."""
+"""A sharding constraint: the identity, with the axes asked for in each dimension (None: any)."""
 pin_p.def_impl(lambda x, *, spec: x)
 pin_p.def_abstract_eval(lambda x, *, spec: x)
+mlir.register_lowering(pin_p, lambda ctx, x, *, spec: [x])
 
 
 _PLACING = frozenset({"sharding_constraint", "device_put"})
@@ -76,7 +79,7 @@ def without_constraints(closed: Any) -> tuple[Any, tuple[str, ...]]:
     """A program with its sharding constraints as pins, off the mesh that it was traced on.
 
     A `device_put` counts as a constraint where it names axes, and is the identity otherwise. Constraints within loops and branches
-    are dropped; their lines are returned.
+    that stay closed, since they have effects, are dropped; their lines are returned.
     """
     if not _constrained(closed.jaxpr, {}) and all(e.ctx.cur_abstract_mesh.empty for e in closed.eqns):
         return closed, ()
@@ -98,7 +101,7 @@ def _constrained(jaxpr: Any, known: dict[int, bool]) -> bool:
 
 @dataclass
 class _Cleaner:
-    """Rewrites jaxprs; one that is shared stays shared. `depth` counts the loops and branches around what is rewritten."""
+    """Rewrites jaxprs; one that is shared stays shared. `depth` counts the closed loops and branches around what is rewritten."""
 
     done: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     depth: int = 0
@@ -120,7 +123,7 @@ class _Cleaner:
         return self.done[id(old)][1]
 
     def pins(self, e: Any, env: dict[Any, Any]) -> list[Any]:
-        """A constraint as a pin for each operand; where it names no axes or stands in a loop, results are the operands."""
+        """A constraint as a pin for each operand; where it names no axes or stands in a closed loop, results are the operands."""
         found, free = [], e.params.get("unconstrained_dims") or ()
         with jax.sharding.use_abstract_mesh(_NO_MESH):
             context = type(e.ctx)()
@@ -139,7 +142,7 @@ class _Cleaner:
     def equation(self, e: Any, env: dict[Any, Any]) -> Any:
         operands = [_read(env, v) for v in e.invars]
         env.update((v, _fresh(v)) for v in e.outvars)
-        inside = opened(e) is None
+        inside = opened(e) is None and (e.primitive.name not in LOOPS or bool(e.effects))
         self.depth += inside
         params = {k: self.parameter(v) for k, v in e.params.items()}
         self.depth -= inside

@@ -49,7 +49,8 @@ def trace(
     """Trace `function` at these arguments (arrays or `jax.ShapeDtypeStruct`). Nothing is executed.
 
     `axes` are the mesh axes (name -> size) that sharding constraints in the function may name. Constraints become pins, but for those
-    within loops and branches, which the roles' notes list. Raises `TraceError` when the function raises, with its error as the cause.
+    within loops and branches with effects, which the roles' notes list. Raises `TraceError` when the function raises, with its error
+    as the cause.
     """
     leaves, signature = arguments.split(args, kwargs or {}, static_argnums, static_argnames)
     flat = arguments.FlatFunction(function, signature)
@@ -114,7 +115,10 @@ def _changed(function: Callable[..., Any]) -> str:
 
 def _dropped(line: str) -> str:
     where = line or "an unknown line"
-    return f"the sharding constraint at {where} is inside a loop or branch and not used: the plan decides; `pins` fixes arguments"
+    return (
+        f"the sharding constraint at {where} is inside a loop or branch with effects and not used: the plan decides; "
+        "`pins` fixes arguments"
+    )
 
 
 def _shapes(signature: arguments.Signature) -> str:

@@ -112,11 +112,11 @@ def mesh():
     return jax.make_mesh((2, 4), ("data", "model"))
 
 
-def test_constraints_are_dropped_wherever_they_stand_and_reported():
+def test_constraints_in_loops_and_branches_are_pins_there():
     traced = trace(constrained, (X,), axes=AXES)
-    assert "sharding_constraint" not in primitives(traced)
-    assert primitives(traced) == primitives(trace(plain, (X,)))
-    assert len(traced.roles.notes) == 2 and all("test_trace.py" in note and "`pins`" in note for note in traced.roles.notes)
+    assert [p for p in primitives(traced) if p != "pin"] == primitives(trace(plain, (X,)))
+    assert sorted(traced.graph.regions[op.region].kind for op in traced.graph.ops if op.primitive == "pin") == ["branch", "scan"]
+    assert not traced.roles.notes
 
 
 def test_a_program_is_the_same_under_any_mesh_of_the_callers():
@@ -190,12 +190,22 @@ def test_a_device_put_to_a_device_is_the_identity(where):
     assert primitives(traced) == ["sin"] and not traced.roles.notes
 
 
-def test_a_device_put_in_a_loop_is_dropped_and_noted():
+def test_a_device_put_in_a_loop_is_a_pin_there():
     def step(x):
         return jax.lax.scan(lambda c, _: (jnp.sin(jax.device_put(c, on("data"))), None), x, None, length=3)[0]
 
     traced = trace(step, (X,))
-    assert primitives(traced) == ["loop_carry", "sin", "loop_exit"]
+    assert primitives(traced) == ["loop_carry", "pin", "sin", "loop_exit"]
+    assert not traced.roles.notes
+
+
+def test_a_device_put_in_a_loop_that_stays_closed_is_dropped_and_noted():
+    def body(c, _):
+        jax.debug.callback(lambda: None)
+        return jnp.sin(jax.device_put(c, on("data"))), None
+
+    traced = trace(lambda x: jax.lax.scan(body, x, None, length=3)[0], (X,))
+    assert primitives(traced) == ["scan", "debug_callback", "sin"]
     assert len(traced.roles.notes) == 1 and "test_trace.py" in traced.roles.notes[0]
 
 
