@@ -135,7 +135,27 @@ def _linear_ops(graph: Graph, rules: Sequence[ShardingRule]) -> frozenset[int]:
                 ready = all(_may_be_partial(graph, rules, o, candidate) for o in wanted)
                 if ready and not (op.primitive in ("mul", "div") and len(wanted) > 1):
                     candidate[i] = op.primitive in _JOINS and len(wanted) > 1
+    for i, u, j in _sums_carried(graph):
+        values = [o for o in graph.ops[u].inputs if o != graph.ops[i].results[0]]
+        if all(_may_be_partial(graph, rules, o, candidate) for o in values):
+            candidate.update({i: False, u: True, j: False})
     return _with_joins(graph, candidate)
+
+
+def _sums_carried(graph: Graph) -> list[tuple[int, int, int]]:
+    """Carried values that each iteration only adds to: by which op they come in, are added to, and go round."""
+    found = []
+    for i, j in graph.goes_round:
+        carried, going = graph.ops[i].results[0], graph.ops[j].operands[0]
+        readers = graph.uses.get(carried, ())
+        u = graph.producer.get(going, -1) if isinstance(going, int) else -1
+        if graph.ops[j].primitive != "loop_exit" or len(readers) != 1 or readers[0][0] != u or len(graph.uses[going]) != 1:
+            continue
+        op = graph.ops[u]
+        whole = all(graph.avals[o].size == graph.avals[going].size for o in op.inputs)
+        if op.primitive in ("add", "add_any") and len(set(op.inputs)) == 2 and whole and isinstance(graph.ops[i].operands[0], int):
+            found.append((i, u, j))
+    return found
 
 
 def _positions(op: Op, values: Sequence[int]) -> set[int]:

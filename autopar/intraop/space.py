@@ -178,6 +178,7 @@ class _Builder:
             values = [o for o in op.inputs if o not in self.graph.free]
             if op.primitive in ("mul", "div"):
                 values = [o for o in values if self.graph.avals[o].size == size]
+            values = list(op.inputs) if op.primitive == "loop_carry" else values  # what comes in may be zeros
             wanted = {k for k, o in enumerate(op.operands) if isinstance(o, int) and o in values}
             index = next((n for n, p in enumerate(self.rules[j].passes) if p.kind == "sum" and set(p.operands) == wanted), None)
             if index is None:

@@ -91,3 +91,40 @@ def test_of_a_branching_that_is_decided_only_the_branch_taken_stands_in_the_prog
 
     graph = trace(step, (jnp.ones((8, 8)), jnp.ones((8, 8)))).graph
     assert [(op.primitive, op.region) for op in graph.ops] == [("sin", -1)]
+
+
+def accumulated():
+    """The user's own gradient accumulation."""
+
+    def loss(p, x):
+        return jnp.mean((jnp.tanh(x @ p) @ p) ** 2)
+
+    def step(p, xs):
+        def micro(total, x):
+            value, grad = jax.value_and_grad(loss)(p, x)
+            return total + grad, value
+
+        total, values = jax.lax.scan(micro, jnp.zeros_like(p), xs)
+        return p - 0.1 * total, values
+
+    return step, (jnp.full((64, 64), 0.1), jax.random.normal(jax.random.key(0), (4, 8192, 64)))
+
+
+def recurrent():
+    def loss(p, xs):
+        h, _ = jax.lax.scan(lambda h, x: (jnp.tanh(h @ p + x), None), jnp.zeros(xs.shape[1:]), xs)
+        return jnp.mean(h**2)
+
+    def step(p, xs):
+        return p - 0.1 * jax.grad(loss)(p, xs)
+
+    return step, (jnp.full((64, 64), 0.1), jax.random.normal(jax.random.key(0), (6, 512, 64)))
+
+
+@pytest.mark.parametrize("case", [accumulated, recurrent], ids=lambda c: c.__name__)
+def test_what_a_loop_adds_up_is_reduced_once_after_it(case):
+    step, args = case()
+    plan = autopar.plan(step, args, "slow-link:8")
+    sums = [c for c in plan.collectives if c.kind in ("all_reduce", "reduce_scatter") and c.nbytes > 1024]
+    assert sums and all(c.times == 1 for c in sums)
+    assert plan.verify(step, args).agree
