@@ -13,6 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from autopar.emit.localise import localise
 from autopar.emit.lower_effects import acts_on_host, once
 from autopar.emit.lower_index import add_scattered, keep_operand_once, masked_lookup, shifted_scatter
+from autopar.emit.lower_random import bits_of_part
 from autopar.emit.place import Bind, Call, Place
 from autopar.errors import CheckError
 from autopar.ir.dtypes import accumulation_dtype
@@ -99,6 +100,7 @@ METHODS: dict[str, Callable[[Call, Sequence[Any]], list[Any]]] = {
     "offset": _offset,
     "masked_sum": masked_lookup,
     "scatter": shifted_scatter,
+    "bits": bits_of_part,
 }
 
 

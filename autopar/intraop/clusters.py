@@ -148,8 +148,10 @@ def _sums_carried(graph: Graph) -> list[tuple[int, int, int]]:
     for i, j in graph.goes_round:
         carried, going = graph.ops[i].results[0], graph.ops[j].operands[0]
         readers = graph.uses.get(carried, ())
-        u = graph.producer.get(going, -1) if isinstance(going, int) else -1
-        if graph.ops[j].primitive != "loop_exit" or len(readers) != 1 or readers[0][0] != u or len(graph.uses[going]) != 1:
+        if not isinstance(going, int) or graph.ops[j].primitive != "loop_exit" or len(readers) != 1 or len(graph.uses[going]) != 1:
+            continue
+        u = graph.producer.get(going, -1)
+        if readers[0][0] != u:
             continue
         op = graph.ops[u]
         whole = all(graph.avals[o].size == graph.avals[going].size for o in op.inputs)

@@ -1,4 +1,7 @@
-"""Random primitives: each key of a batch is independent of the others, so batches of keys may be cut; bits of one key not."""
+"""Random primitives: each key of a batch is independent of the others, so batches of keys may be cut.
+
+Threefry's bits are a hash of key and position, so each device can make any part of them; those of other generators stay whole.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,15 @@ from autopar.rules.notation import build, stays, whole_rule
 from autopar.rules.registry import Avals, register
 
 
-@register("random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed", "random_clone")
+@register("random_bits")
+def random_bits(operands: Avals, results: Avals, *, by_position: bool = False, **_: Any) -> ShardingRule:
+    """`(k) -> (k r)`: the dimensions of one key's bits are cut by method `bits`."""
+    batch = operands[0].ndim
+    keys, bits = [f"k{d}" for d in range(batch)], [f"r{d}" for d in range(results[0].ndim - batch)]
+    return build([keys], [keys + bits], operands, results, methods=dict.fromkeys(bits, "bits" if by_position else "whole"))
+
+
+@register("random_split", "random_wrap", "random_unwrap", "random_seed", "random_clone")
 def keyed(operands: Avals, results: Avals, **_: Any) -> ShardingRule:
     """`(k [n]) -> (k [m])`: the leading dimensions that both have are the batch of keys."""
     batch = min(operands[0].ndim, results[0].ndim)

@@ -12,6 +12,7 @@ import numpy as np
 from jax._src import source_info_util
 from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax._src.lax.lax import _convert_element_type
+from jax.extend.random import threefry2x32_p
 from jax.interpreters import mlir
 
 _OPENED = {
@@ -232,6 +233,20 @@ def run_once(equation: Any) -> Any:
 
 def abstract_aval(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def derived_params(equation: Any) -> tuple[tuple[str, Any], ...]:
+    """What else a rule must know: whether random bits are a hash of key and position, so that any part can be made by itself."""
+    if equation.primitive.name != "random_bits":
+        return ()
+    fry = dtype_name(equation.invars[0].aval.dtype) == "key<fry>"
+    return (("by_position", fry and bool(getattr(jax.config, "jax_threefry_partitionable", True))),)
+
+
+def threefry(key: Any, high: Any, low: Any) -> tuple[Any, Any]:
+    """The hash of a counter, given as its high and low 32 bits, under a key's two words."""
+    first, second = threefry2x32_p.bind(key[0], key[1], high, low)
+    return first, second
 
 
 def has_references(closed: Any) -> bool:

@@ -137,7 +137,7 @@ class _Builder:
 
     def add(self, equation: Any, operands: list[Any], where: _Where) -> tuple[int, ...]:
         """One op, or the results of an equal one that stands already."""
-        params = normalise_params(equation.params)
+        params = normalise_params(equation.params) + compat.derived_params(equation)
         plain = tuple(o.constant if isinstance(o, _Literal) else o for o in operands)
         bodies = compat.inner_jaxprs(equation)
         effects = bool(equation.effects)

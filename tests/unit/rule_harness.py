@@ -113,7 +113,7 @@ def _op(equation: Any) -> tuple[Op, tuple[Aval, ...]]:
     avals = tuple(Aval(tuple(v.aval.shape), compat.dtype_name(v.aval.dtype)) for v in (*equation.invars, *equation.outvars))
     names = [Constant(avals[n], str(a.val)) if compat.is_literal(a) else n for n, a in enumerate(equation.invars)]
     results = tuple(range(len(names), len(avals)))
-    return Op(equation.primitive.name, normalise_params(equation.params), tuple(names), results), avals
+    return Op(equation.primitive.name, normalise_params(equation.params) + compat.derived_params(equation), tuple(names), results), avals
 
 
 def _case(equation: Any, operands: Sequence[Any], results: Sequence[Any]) -> Case:
