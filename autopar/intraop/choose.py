@@ -201,6 +201,10 @@ def _infeasible(error: Infeasible, problem: Problem, layout: Layout) -> Infeasib
     if error.peak_bytes is not None and error.solution is None:
         text = f"no plan that fits {budget:,} bytes was found in the time given on mesh ({layout.mesh}). Give more with `time_limit_s`."
         return InfeasibleError(text, peak_bytes=int(error.peak_bytes), budget_bytes=budget)
+    if error.peak_bytes is None and not error.proven:
+        text = f"no plan fits {budget:,} bytes per device on mesh ({layout.mesh}); there was no time to find the least that one needs."
+        more = ("give more time with `time_limit_s`", "give each device more memory", "use a smaller batch")
+        return InfeasibleError(f"{text} To learn it, {more[0]}.", budget_bytes=budget, suggestions=more)
     if error.peak_bytes is None or error.solution is None:
         return InfeasibleError(f"no plan satisfies the constraints on mesh ({layout.mesh}): {error}. Loosen the pins.", budget_bytes=budget)
     peak = int(-(-error.peak_bytes // 1))

@@ -34,6 +34,8 @@ SPARE_BYTES = (0.02, 0.1, 0.3, 1.0, 4.0, np.inf)
 
 LONGEST_PEAK_S = 120.0
 """Seconds that the least peak is sought for where the solve itself has no time limit."""
+SHORTEST_PEAK_S = 10.0
+"""Seconds that it is sought for where the solve has used up its time: a refusal that says what would fit is worth them."""
 
 LARGE_CELLS, ASCENT_SHARE, LONGEST_ASCENT_S, LONGEST_SEARCH_S = 500_000, 0.5, 60.0, 15.0
 """Above so many cells dual ascent comes first, for a share of the time limit, and each of its local searches ends after a while."""
@@ -299,7 +301,7 @@ def _infeasible(problem: Problem, deadline: float, log: Log) -> Infeasible:
     """What to say when nothing fits: the least peak, which is sought for as long as the solve itself might have lasted."""
     if problem.budget is None:
         return Infeasible("the side rows exclude every choice")
-    left = LONGEST_PEAK_S if not np.isfinite(deadline) else max(1.0, deadline - time.monotonic())
+    left = LONGEST_PEAK_S if not np.isfinite(deadline) else max(SHORTEST_PEAK_S, deadline - time.monotonic())
     try:
         peak, solution = minimum_peak(problem, time_limit_s=left, log=log)
     except SolverError:
