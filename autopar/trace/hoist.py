@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import BOUNDARY, ENTERING, ROOT, Aval, Graph, Op, Operand
+from autopar.ir.graph import BOUNDARY, ENTERING, ROOT, Aval, Constant, Graph, Op, Operand
 
 _LOOPS = ("scan", "while")
 Spread = Callable[[Aval, tuple[int, ...], tuple[int, ...], int], int]
@@ -22,7 +22,43 @@ def hoist(graph: Graph, spread: Spread) -> Graph:
         return graph
     graph = _without_constant_carries(_without_idle_branches(graph))
     graph = _without_equal_slices(graph, spread)
-    return _moved_out(graph)
+    return _counted(_moved_out(graph))
+
+
+def _counted(graph: Graph) -> Graph:
+    """`while` loops that count from one literal to another know how often they run, as compilers find out."""
+    found = {}
+    for op in graph.ops:
+        if op.primitive == "loop_test" and (times := _trips(graph, op)) is not None:
+            found[graph.regions[op.param("region")].parent] = times
+    regions = tuple(replace(r, times=found.get(n, r.times)) for n, r in enumerate(graph.regions))
+    return replace(graph, regions=regions) if found else graph
+
+
+def _trips(graph: Graph, test: Op) -> int | None:
+    """How often a loop runs whose test is `n < limit` or `n <= limit` and whose body adds a literal to n; at least once."""
+    compares = graph.ops[graph.producer[test.inputs[0]]] if test.inputs and test.inputs[0] in graph.producer else None
+    if compares is None or compares.primitive not in ("lt", "le") or not isinstance(compares.operands[0], int):
+        return None
+    view = graph.ops[graph.producer.get(compares.operands[0], -1)]
+    begins = {graph.ops[i].results[0]: (graph.ops[i], graph.ops[j]) for i, j in graph.goes_round if graph.ops[j].primitive == "loop_exit"}
+    if view.primitive != "loop_view" or view.operands[0] not in begins:
+        return None
+    enters, leaves = begins[view.operands[0]]
+    step = graph.ops[graph.producer[leaves.inputs[0]]] if leaves.inputs and leaves.inputs[0] in graph.producer else None
+    if step is None or step.primitive != "add" or step.operands[0] != enters.results[0]:
+        return None
+    start, by, limit = (_integer(o) for o in (enters.operands[0], step.operands[1], compares.operands[1]))
+    if start is None or by is None or limit is None or by <= 0:
+        return None
+    limit += compares.primitive == "le"
+    return max(1, -(-(limit - start) // by))
+
+
+def _integer(operand: Operand) -> int | None:
+    """The whole number that a literal is."""
+    text = operand.text if isinstance(operand, Constant) and operand.aval.dtype.startswith(("int", "uint")) else ""
+    return int(text) if text.lstrip("-").isdigit() else None
 
 
 def _without_idle_branches(graph: Graph) -> Graph:

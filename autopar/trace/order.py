@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import LEAVING, ROOT, Graph, Op, Operand, Phase
+from autopar.ir.graph import BOUNDARY, ROOT, Graph, Op, Operand, Phase
 
 
 def arrange(graph: Graph) -> Graph:
@@ -97,29 +97,28 @@ def _ancestors(groups: Sequence[tuple[Op, ...]], chosen: Sequence[bool]) -> list
 
 
 def _live(graph: Graph) -> Graph:
-    """Without ops whose results nobody uses."""
-    needed = {o for o in graph.outputs if isinstance(o, int)}
-    given: dict[int, list[int]] = {}
-    for op in graph.ops:
-        if op.primitive in LEAVING:
-            given.setdefault(_loop(graph, op), []).extend(op.results)
-    running: set[int] = set()
-    kept: list[Op] = []
-    for op in reversed(graph.ops):
-        live = op.effects or any(r in needed for r in op.results)
-        if op.primitive in ("loop_exit", "loop_test"):  # what goes round is needed where anything of the loop is
-            live = any(r in needed for r in given[_loop(graph, op)]) or _loop(graph, op) in running
-            running.update([_loop(graph, op)] if live else [])
-        if live:
-            needed.update(op.inputs)
-            kept.append(op)
-    return replace(graph, ops=tuple(reversed(kept)))
+    """Without ops whose results nobody uses, and without what a loop carries round for itself alone."""
+    makes = {r: i for i, op in enumerate(graph.ops) for r in op.results}
+    partner = {i: j for pair in graph.goes_round for i, j in (pair, pair[::-1]) if graph.ops[pair[1]].primitive == "loop_exit"}
+    tests: dict[int, int] = {_loop(graph, op): i for i, op in enumerate(graph.ops) if op.primitive == "loop_test"}
+    live: set[int] = set()
+    waiting = [makes[o] for o in graph.outputs if isinstance(o, int) and o in makes] + [i for i, op in enumerate(graph.ops) if op.effects]
+    while waiting:
+        i = waiting.pop()
+        if i in live:
+            continue
+        live.add(i)
+        op = graph.ops[i]
+        waiting.extend(makes[o] for o in op.inputs if o in makes)
+        waiting.extend([partner[i]] if i in partner else [])
+        around = graph.path(int(op.param("region")) if op.primitive in BOUNDARY else op.region)
+        waiting.extend(tests[r] for r in around if r in tests)
+    return replace(graph, ops=tuple(op for i, op in enumerate(graph.ops) if i in live))
 
 
 def _loop(graph: Graph, op: Op) -> int:
-    """The loop or branching that an op enters or leaves."""
-    region = int(op.param("region"))
-    return graph.regions[region].parent if graph.regions[region].kind == "test" else region
+    """The loop whose predicate an op gives."""
+    return graph.regions[int(op.param("region"))].parent
 
 
 def _order_updates(graph: Graph) -> Graph:

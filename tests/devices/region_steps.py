@@ -159,6 +159,17 @@ def mapped() -> Case:
     return step, (_normal(1, N, N), _normal(2, 12, N))
 
 
+def overwritten() -> Case:
+    """A carried value that no iteration reads, and one that only the test reads."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        last, _ = lax.scan(lambda _, v: (v @ w, None), jnp.zeros((N, N), x.dtype), x)
+        n, h, gone = lax.while_loop(lambda s: s[0] < 4, lambda s: (s[0] + 1, s[1] @ w, s[1] * 2), (0, last, last))
+        return n, h, gone
+
+    return step, (_normal(1, N, N), _normal(2, 3, N, N))
+
+
 def masked_decay() -> Case:
     """A custom derivative and a mask made inside the loop."""
 
@@ -191,5 +202,6 @@ REGIONS: dict[str, Callable[[], Case]] = {
     "branch_in_loop": branch_in_loop,
     "odd_carries": odd_carries,
     "mapped": mapped,
+    "overwritten": overwritten,
     "masked_decay": masked_decay,
 }
