@@ -219,9 +219,18 @@ def scalar_zero(dtype: str) -> Any:
     return np.zeros((), jax.numpy.dtype(dtype))[()]
 
 
+def scan_parts(equation: Any) -> tuple[Any, int, int]:
+    """Of a scan: its body, closed, and the numbers of constants and of carried values."""
+    params = equation.params
+    if "num_consts" in params:
+        return params["jaxpr"], params["num_consts"], params["num_carry"]
+    consts, carried, _ = params["ft_in"].unpack()
+    return params["jaxpr"], len(consts), len(carried)
+
+
 def run_once(equation: Any) -> Any:
     """The closed jaxpr of a scan of one step without the loop."""
-    inner, consts, carries = (equation.params[k] for k in ("jaxpr", "num_consts", "num_carry"))
+    inner, consts, carries = scan_parts(equation)
     body, split = jex.jaxpr_as_fun(inner), consts + carries
 
     def once(*operands: Any) -> list[Any]:

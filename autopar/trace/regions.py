@@ -60,7 +60,7 @@ class _Border:
 def _scan(builder: Builder, equation: Any, operands: Sequence[Any], where: Any) -> list[Any]:
     if equation.params["length"] == 1:
         return builder.body(compat.run_once(equation), operands, where)
-    inner, consts, carries = (equation.params[k] for k in ("jaxpr", "num_consts", "num_carry"))
+    inner, consts, carries = compat.scan_parts(equation)
     region, inside = builder.begin("scan", equation, where, equation.params["length"])
     border, split = _Border(builder, equation, where, region), consts + carries
     carried = border.bring("loop_carry", operands[consts:split], inner.in_avals[consts:split])
