@@ -28,7 +28,8 @@ from autopar.rules.shape import refine
 POINTWISE = {examples.unary, examples.binary, examples.pointwise, examples.special}
 # Names of other JAX versions, what only sort comparators and uninitialised buffers use, and constraints and
 # what stands between loops and the rest (both tested where they are made).
-UNSEEN = {"copy_p", "empty", "eq_to", "le_to", "lt_to", "mulhi", "pin", "random_gamma_grad"} | BOUNDARY
+UNSEEN = {"copy_p", "empty", "eq_to", "le_to", "log2", "lt_to", "mulhi", "one_minus_square", "pin", "polynomial", "random_gamma_grad"}
+UNSEEN |= BOUNDARY
 
 
 @pytest.fixture(autouse=True)
