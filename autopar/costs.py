@@ -20,7 +20,7 @@ MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragge
 _TOUCHED = {"gather": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0,), "scatter-add": (0,), "scatter": (0,), "scatter_add": (0,)}
 _TOUCHED |= {"loop_slice": (0,)}
 _TRANSCENDENTAL = frozenset(
-    {"exp", "exp2", "log", "log1p", "log2", "expm1", "tanh", "logistic", "erf", "erf_inv", "erfc", "pow", "sin", "cos", "tan", "cbrt", "lgamma"}
+    "exp exp2 log log1p log2 expm1 tanh logistic erf erf_inv erfc pow sin cos tan cbrt lgamma".split()
 )
 _SHAPE_ONLY = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient", "optimization_barrier"})
 _SHAPE_ONLY |= BOUNDARY
