@@ -45,8 +45,13 @@ def ran(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan) -> Ran:
 
 
 def possible(graph: Graph, rules: Sequence[ShardingRule], mesh: LogicalMesh) -> set[Pair]:
-    """(primitive, method) of every strategy that a forced plan may pick; `whole` where there is nothing else."""
-    found = {pair for op, rule in zip(graph.ops, rules, strict=True) if not is_free(graph, op) for pair in _possible(graph, op, rule, mesh)}
+    """(primitive, method) of every strategy that a forced plan may pick; `whole` where there is nothing else.
+
+    What takes a loop's carried value as it lies has no choice of its own.
+    """
+    bound = {j for _, j in graph.goes_round}
+    free = [(op, rule) for i, (op, rule) in enumerate(zip(graph.ops, rules, strict=True)) if i not in bound and not is_free(graph, op)]
+    found = {pair for op, rule in free for pair in _possible(graph, op, rule, mesh)}
     cut = {primitive for primitive, method in found if method != "whole"}
     return {(primitive, method) for primitive, method in found if method != "whole" or primitive not in cut}
 
