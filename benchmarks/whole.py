@@ -21,6 +21,7 @@ from autopar.ir.graph import BOUNDARY, Graph, Op
 from autopar.report.table import render
 from autopar.rules import OPAQUE, why_whole
 from autopar.trace.trace import trace
+from benchmarks.case import load
 from benchmarks.common import add_json_option, finish
 from benchmarks.programs import SMALL
 
@@ -70,8 +71,6 @@ def rows(names: Sequence[str], cases: str | None) -> Iterator[Row]:
         step, args = models.build(name, abstract=True)
         yield measure(name, trace(step, args).graph)
     if cases:
-        from benchmarks.case import load
-
         for path in sorted(Path(cases).glob("[0-9]*.py")):
             step, args = load(str(path)).make()
             yield measure(path.stem, trace(step, args).graph)

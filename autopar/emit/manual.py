@@ -112,14 +112,6 @@ class _Device:
         for k, (r, x) in enumerate(zip(op.results, results, strict=True)):
             self.forms[r, result_sharding(rule, strategy, k), 0] = self.made[r] = x
 
-    @property
-    def graph(self) -> Graph:
-        return self.emission.graph
-
-    @property
-    def equations(self) -> Sequence[Any]:
-        return self.emission.program.equations
-
     def inner(self) -> _Device:
         """A run inside a loop or branch, which begins with all that is there."""
         return _Device(self.emission, self.platform, self.zero, dict(self.forms), dict(self.made))
@@ -135,7 +127,7 @@ class _Device:
         e = self.emission
         operand = e.graph.ops[i].operands[k]
         if not isinstance(operand, int):
-            return self.equations[e.graph.ops[i].equation].literals[k]
+            return e.program.equations[e.graph.ops[i].equation].literals[k]
         needed = operand_sharding(e.rules[i], e.plan.strategies[i], k)
         return self.read(operand, needed, e.plan.generation(i, k))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import jax
@@ -17,10 +17,7 @@ class Runner(Protocol):
     """Runs ops one by one: by op index, reads operands in the form that the op needs, and takes results as the op gives them."""
 
     @property
-    def graph(self) -> Graph: ...
-
-    @property
-    def equations(self) -> Sequence[Any]: ...
+    def emission(self) -> Any: ...
 
     def op(self, i: int) -> None: ...
 
@@ -33,7 +30,7 @@ class Runner(Protocol):
 
 def run(runner: Runner, first: int, stop: int, region: int = ROOT) -> None:
     """Run the ops `first` to `stop` that stand in `region`, and the regions inside it as they come."""
-    graph, i = runner.graph, first
+    graph, i = runner.emission.graph, first
     while i < stop:
         inside = _entered(graph, graph.ops[i], region)
         if inside == ROOT:
@@ -55,7 +52,7 @@ def _entered(graph: Graph, op: Op, region: int) -> int:
 
 def _prepare(runner: Runner, first: int, stop: int, region: int) -> None:
     """Bring values from outside into the forms that a region needs, before it begins."""
-    graph = runner.graph
+    graph: Graph = runner.emission.graph
     around = set(graph.path(region)[:-1]) | {ROOT}
     for i in range(first, stop):
         op = graph.ops[i]
@@ -81,11 +78,11 @@ def _inside(graph: Graph, first: int, stop: int, region: int) -> tuple[int, int]
 
 
 def _scan(runner: Runner, region: int, first: int, stop: int) -> None:
-    graph = runner.graph
+    graph: Graph = runner.emission.graph
     carries, slices, exits, stacks = (
         _ports(graph, first, stop, region, kind) for kind in ("loop_carry", "loop_slice", "loop_exit", "loop_stack")
     )
-    params = runner.equations[graph.regions[region].equation].equation.params
+    params = runner.emission.program.equations[graph.regions[region].equation].equation.params
     start, end = _inside(graph, first, stop, region)
 
     def body(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -104,7 +101,7 @@ def _scan(runner: Runner, region: int, first: int, stop: int) -> None:
 
 
 def _while(runner: Runner, region: int, first: int, stop: int) -> None:
-    graph = runner.graph
+    graph: Graph = runner.emission.graph
     carries, exits = (_ports(graph, first, stop, region, kind) for kind in ("loop_carry", "loop_exit"))
     test = next(r for r, inner in enumerate(graph.regions) if inner.parent == region and inner.kind == "test")
     asks = graph.spans[test]
@@ -135,7 +132,7 @@ def _while(runner: Runner, region: int, first: int, stop: int) -> None:
 
 
 def _cond(runner: Runner, region: int, first: int, stop: int) -> None:
-    graph = runner.graph
+    graph: Graph = runner.emission.graph
     joins = _ports(graph, first, stop, region, "branch_join")
     branches = [r for r, inner in enumerate(graph.regions) if inner.parent == region]
 

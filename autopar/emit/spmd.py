@@ -5,7 +5,7 @@ The compiler finds the collectives itself, so they need not be those of the plan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.emit.manual import Emission, named_sharding
 from autopar.emit.regions import run
-from autopar.ir.graph import Graph
 from autopar.ir.strategy import result_sharding
 from autopar.trace import compat
 
@@ -45,17 +44,9 @@ class _Values:
     mesh: Mesh
     env: dict[int, Any]
 
-    @property
-    def graph(self) -> Graph:
-        return self.emission.graph
-
-    @property
-    def equations(self) -> Sequence[Any]:
-        return self.emission.program.equations
-
     def op(self, i: int) -> None:
-        op = self.graph.ops[i]
-        equation = self.equations[op.equation].equation
+        op = self.emission.graph.ops[i]
+        equation = self.emission.program.equations[op.equation].equation
         operands = [self.operand(i, k) for k in range(len(op.operands))]
         grouped = op.primitive == "conv_general_dilated" and max(op.param("feature_group_count"), op.param("batch_group_count")) > 1
         if grouped:  # the compiler's partitioner cuts these wrongly, or aborts
@@ -67,16 +58,16 @@ class _Values:
         return _constrain(x, NamedSharding(self.mesh, PartitionSpec()))
 
     def operand(self, i: int, k: int) -> Any:
-        op = self.graph.ops[i]
+        op = self.emission.graph.ops[i]
         o = op.operands[k]
-        return self.env[o] if isinstance(o, int) else self.equations[op.equation].literals[k]
+        return self.env[o] if isinstance(o, int) else self.emission.program.equations[op.equation].literals[k]
 
     def give(self, i: int, x: Any) -> None:
         self.keep(i, 0, x)
 
     def keep(self, i: int, k: int, x: Any) -> None:
         sharding = result_sharding(self.emission.rules[i], self.emission.plan.strategies[i], k)
-        self.env[self.graph.ops[i].results[k]] = (
+        self.env[self.emission.graph.ops[i].results[k]] = (
             _constrain(x, named_sharding(sharding.without_partial(), self.mesh)) if any(sharding.dims) else x
         )
 
