@@ -15,10 +15,11 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.intraop.choose import Chosen, Progress, SolveOptions, choose
 from autopar.intraop.enumerate import Shape, shape_of
 from autopar.intraop.price import argument_bytes, collectives, leaves, whole_ops
+from autopar.intraop.remat import MODES, Variants
 from autopar.intraop.reshard import border_shardings
 from autopar.ir import options
 from autopar.ir.check import check_graph, check_plan
-from autopar.ir.graph import Aval
+from autopar.ir.graph import Aval, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan, Predicted, Timings
 from autopar.ir.rule import ShardingRule
@@ -34,11 +35,13 @@ class Options:
     `memory_bytes` per device overrides `memory_fraction` of the device's memory. `pins` maps a pattern of parameter paths to a
     PartitionSpec (or a NamedSharding, or a tuple of axis names per dimension); a whole path outranks a pattern, patterns that
     match one leaf must agree. `axis_names` names the axes of the logical mesh that is searched. `static_argnums` and
-    `static_argnames` are those of `jax.jit`. `donate` lets a step reuse the memory of state that it returned before.
-    `reduce_dtype` says in what partial sums of narrow floats are reduced: `float32`, or `as_written`. `solver` is `highs` or `pulp`,
-    `time_limit_s` per logical mesh (None: no limit), `gap` the relative gap at which an answer counts as optimal. `emitter` is
-    `shard_map` (explicit collectives) or `jit` (sharding constraints, the compiler finds the collectives). A value that makes no
-    sense raises `UsageError`.
+    `static_argnames` are those of `jax.jit`. `donate` lets a step reuse the memory of state that it returned before. `remat` says
+    what is made again after forward rather than kept: what memory asks for (`auto`), `none`, all but the results of matmuls with
+    weights (`dots`), or all but what crosses the program's narrow places (`full`). `reduce_dtype` says in what partial sums of narrow
+    floats are reduced: `float32`, or `as_written`. `solver` is `highs` or `pulp`, `time_limit_s` per logical mesh (None: no limit),
+    `gap` the relative gap at which an answer counts as optimal. `emitter` is `shard_map` (explicit collectives) or `jit` (sharding
+    constraints, the compiler finds the collectives). A value that makes no sense
+    raises `UsageError`.
     """
 
     memory_bytes: int | None = None
@@ -46,7 +49,7 @@ class Options:
     microbatches: int | str = 1
     stages: int | str = "off"
     schedule: str = "auto"
-    remat: str = "none"
+    remat: str = "auto"
     zero: int | str = "auto"
     pins: Mapping[str, Any] = field(default_factory=dict)
     axis_names: tuple[str, ...] = ("x", "y", "z")
@@ -65,6 +68,7 @@ class Options:
 
     def __post_init__(self) -> None:
         options.one_of("reduce_dtype", self.reduce_dtype, ("float32", "as_written"))
+        options.one_of("remat", self.remat, MODES)
         options.one_of("solver", self.solver, ("highs", "pulp"))
         options.one_of("emitter", self.emitter, ("shard_map", "jit"))
         self._set("memory_fraction", options.number("memory_fraction", self.memory_fraction, "a number in (0, 1]", high=1.0, above=True))
@@ -93,7 +97,6 @@ class Options:
             "microbatches": (self.microbatches, (1, "auto")),
             "stages": (self.stages, ("off", "auto", 1)),
             "schedule": (self.schedule, ("auto",)),
-            "remat": (self.remat, ("none", "auto")),
             "zero": (self.zero, ("auto",)),
             "accumulate_dtype": (self.accumulate_dtype, ("float32",)),
             "pad_state": (self.pad_state, (False,)),
@@ -120,6 +123,7 @@ class Compilation:
     progress: Progress = lambda text: None
     trace_s: float = 0.0
     rules: tuple[ShardingRule, ...] = ()
+    variants: Variants | None = None
     shape: Shape | None = None
     chosen: Chosen | None = None
     candidates: tuple[tuple[str, float], ...] = ()
@@ -134,17 +138,22 @@ def look_up_rules(c: Compilation) -> Compilation:
 
 
 def fold(c: Compilation) -> Compilation:
-    """Ops to clusters, equal clusters to classes."""
+    """Ops to clusters, equal clusters to classes; of the program as it is, and of it with values made again where that is asked for."""
     pinned = {v: _pin_of(c, name) for v, name in zip(c.traced.graph.inputs, c.traced.graph.input_names, strict=True)}
-    return replace(c, shape=shape_of(c.traced.graph, c.rules, c.traced.roles.carried, pinned, donated=c.options.donate))
+
+    def shape(graph: Graph) -> Shape:
+        found = c.rules if graph is c.traced.graph else tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops)
+        return shape_of(graph, found, c.traced.roles.carried, pinned, donated=c.options.donate)
+
+    return replace(c, variants=Variants(c.traced.graph, shape, c.options.remat))
 
 
 def intraop(c: Compilation) -> Compilation:
     """Enumerate, price and solve the integer programme on each logical mesh; the fastest plan that fits is chosen."""
-    assert c.shape is not None
+    assert c.variants is not None
     limits = SolveOptions(c.options.solver, c.options.time_limit_s, c.options.gap)
     chosen, candidates = choose(
-        c.shape,
+        c.variants,
         c.cluster,
         c.meshes,
         budget_of(c),
@@ -154,14 +163,14 @@ def intraop(c: Compilation) -> Compilation:
         time.perf_counter,
         c.options.reduce_dtype == "as_written",
     )
-    check_plan(c.traced.graph, c.rules, chosen.plan)
-    return replace(c, chosen=chosen, candidates=candidates)
+    check_plan(chosen.shape.graph, chosen.shape.rules, chosen.plan)
+    return replace(c, shape=chosen.shape, rules=chosen.shape.rules, chosen=chosen, candidates=candidates)
 
 
 def summarise(c: Compilation) -> Compilation:
     """The plan as data, with its predictions."""
     assert c.chosen is not None and c.shape is not None
-    graph, chosen = c.traced.graph, c.chosen
+    graph, chosen = c.shape.graph, c.chosen
     inputs, outputs = leaves(graph, chosen.plan, roles_of(c.traced))
     plan = Plan(
         fingerprint_of(c.traced),
@@ -181,6 +190,8 @@ def summarise(c: Compilation) -> Compilation:
         plain({k: v for k, v in asdict(c.options).items() if isinstance(v, (str, int, float, bool, tuple, type(None)))}),
         c.traced.roles.notes,
         jax.__version__,
+        remat=c.options.remat if chosen.recomputed else "none",
+        recomputed=chosen.recomputed,
     )
     return replace(c, plan=plan)
 
@@ -206,7 +217,7 @@ def predict(c: Compilation) -> Predicted:
     """Time, memory and FLOPs of the chosen plan."""
     assert c.chosen is not None and c.shape is not None
     price, work = c.chosen.price, costs.graph_flops(c.traced.graph)
-    arguments = argument_bytes(c.traced.graph, c.chosen.plan)
+    arguments = argument_bytes(c.shape.graph, c.chosen.plan)
     peak = max(c.chosen.peak_bytes, arguments)
     rate = sum(_peak_flops(c.cluster, dtype) * share for dtype, share in _matmul_dtypes(c).items())
     return Predicted(

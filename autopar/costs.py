@@ -9,7 +9,7 @@ from math import log2, prod
 from typing import Any
 
 from autopar.ir.dtypes import itemsize
-from autopar.ir.graph import BOUNDARY, Aval, Constant, Graph, Op
+from autopar.ir.graph import BOUNDARY, GATE, Aval, Constant, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import Move, TensorSharding
@@ -23,7 +23,7 @@ _TRANSCENDENTAL = frozenset(
     "exp exp2 log log1p log2 expm1 tanh logistic erf erf_inv erfc pow sin cos tan cbrt lgamma".split()
 )
 _SHAPE_ONLY = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient", "optimization_barrier"})
-_SHAPE_ONLY |= BOUNDARY
+_SHAPE_ONLY |= BOUNDARY | {GATE}
 _PASSED_ON = BOUNDARY - {"loop_slice", "loop_stack"}
 _FUSED_SHAPES = frozenset(
     {"broadcast_in_dim", "iota", "transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "select_n"}
@@ -104,11 +104,14 @@ def fusion_charges(graph: Graph, elementwise: Sequence[bool]) -> Charges:
         return i
 
     fusible = [is_fusible(op, e) for op, e in zip(graph.ops, elementwise, strict=True)]
+    level = _levels(graph, fusible)
     for i, op in enumerate(graph.ops):
         if fusible[i] or is_reduction(op):
             for o in op.inputs:
                 p = graph.producer.get(o)
-                if p is not None and fusible[p] and (graph.ops[p].phase, graph.ops[p].region) == (op.phase, op.region):
+                if p is None or not fusible[p] or level[p] != level[i]:
+                    continue
+                if (graph.ops[p].phase, graph.ops[p].region) == (op.phase, op.region):
                     parent[find(i)] = find(p)
     groups = tuple(find(i) for i in range(len(graph.ops)))
     reads, writes = [], []
@@ -126,6 +129,27 @@ def fusion_charges(graph: Graph, elementwise: Sequence[bool]) -> Charges:
         writes.append(tuple(k for k, r in enumerate(op.results) if _leaves(graph, r, groups, i, fusible)))
     launches = sum(graph.times[i] for i in set(groups) if graph.ops[i].primitive not in _PASSED_ON)
     return Charges(tuple(reads), tuple(writes), groups, launches)
+
+
+def _levels(graph: Graph, fusible: Sequence[bool]) -> list[int]:
+    """Ops that may be in one fusion by what lies between them: the longest way to each, counted in ops that do not fuse.
+
+    What two ops of one level have between them is of that level too, so no fusion waits for itself. An op that only spreads or casts one
+    value belongs to its first reader, where a compiler writes it anew rather than keep it.
+    """
+    level = [0] * len(graph.ops)
+    for i, op in enumerate(graph.ops):
+        for o in op.inputs:
+            p = graph.producer.get(o)
+            if p is not None:
+                level[i] = max(level[i], level[p] + (not (fusible[p] and fusible[i] or fusible[p] and is_reduction(op))))
+    for i in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[i]
+        readers = [u for r in op.results for u, _ in graph.uses.get(r, ())]
+        large = [o for o in op.inputs if o not in graph.free and graph.avals[o].size > 1]
+        if fusible[i] and len(large) <= 1 and readers and all(fusible[u] or is_reduction(graph.ops[u]) for u in readers):
+            level[i] = max(level[i], min(level[u] for u in readers))
+    return level
 
 
 def _leaves(graph: Graph, value: int, groups: Sequence[int], i: int, fusible: Sequence[bool]) -> bool:

@@ -1,10 +1,11 @@
 """Forced plans on small models beside one device: numbers, collectives, and which parts of the rules ran.
 
     python -m benchmarks.forced [--model gpt-tiny ...] [--mesh 8 --mesh 2x4 ...] [--seeds N] [--seed S] [--json -]
-        [--kind random|optimum|slow-link|fast-link|tight-memory ...] [--dtype float64|float32|bfloat16]
+        [--kind random|optimum|slow-link|fast-link|tight-memory|remat ...] [--dtype float64|float32|bfloat16]
 
-A random plan takes any legal strategy for every op, with at least half of the FLOPs cut. The other kinds are optima: for the machine at
-hand, for synthetic links, and for barely enough memory. Exit status 1 where a row does not pass.
+A random plan takes any legal strategy for every op, with at least half of the FLOPs cut; `remat` is one of the step that makes all it
+can again. The other kinds are optima: for the machine at hand, for synthetic links, and for barely enough memory. Exit status 1 where
+a row does not pass.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from autopar.models.base import suggestion
 from autopar.runtime.executor import Executable, Owned, make_mesh
 from benchmarks import coverage
 from benchmarks.common import add_json_option, finish
-from benchmarks.programs import BARS, QUICK, SMALL, Program, fed_back, zoo
+from benchmarks.programs import BARS, QUICK, SMALL, Program, fed_back, repeated, zoo
 
-KINDS = ("random", "optimum", "slow-link", "fast-link", "tight-memory")
+KINDS = ("random", "optimum", "slow-link", "fast-link", "tight-memory", "remat")
 MESHES = ((8,), (2, 4), (3,), (1,))
 AXES = ("x", "y", "z")
 HALF = 0.5
@@ -82,11 +83,11 @@ def logical(sizes: Sequence[int]) -> LogicalMesh:
 
 def plan_for(program: Program, mesh: LogicalMesh, kind: str, seed: int) -> tuple[ShardingPlan, Pricer]:
     """A plan of this kind, and the prices it was made with."""
-    if kind == "random":
+    if kind in ("random", "remat"):
         pricer = Pricer(cost_models.load_cluster(f"fast-link:{mesh.num_devices}"), mesh)
         return _random(program, pricer, seed), pricer
     cluster = cost_models.load_cluster(f"{'host' if kind == 'optimum' else kind}:{mesh.num_devices}", measure=False)
-    free = _optimum(program, cluster, mesh, Options())
+    free = _optimum(program, cluster, mesh, Options(remat="none"))
     chosen = _tight(program, cluster, mesh, free) if kind == "tight-memory" else free
     return chosen.plan, chosen.pricer
 
@@ -114,7 +115,7 @@ def _tight(program: Program, cluster: Any, mesh: LogicalMesh, free: Chosen) -> C
     since what is small enough to be left out of the memory rows depends on the budget, and the free plan need not have been proven.
     """
     for share in _SHARES:
-        options = Options(memory_bytes=int(free.peak_bytes * share), time_limit_s=_PATIENCE_S)
+        options = Options(memory_bytes=int(free.peak_bytes * share), time_limit_s=_PATIENCE_S, remat="none")
         try:
             return _optimum(program, cluster, mesh, options)
         except (InfeasibleError, SolverError):
@@ -145,6 +146,7 @@ def check(program: Program, plan: ShardingPlan, pricer: Pricer) -> tuple[tuple[f
 
 def row(program: Program, sizes: Sequence[int], kind: str, seed: int, seen: coverage.Ran) -> Row:
     """Plan, run and compare; whatever is raised becomes the row's detail. What ran is added to `seen`."""
+    program = repeated(program) if kind == "remat" else program
     begin, mesh, graph = time.monotonic(), logical(sizes), program.traced.graph
     share, passes, planned, worst, found, status, detail = 0.0, 0, 0, (float("inf"), ""), None, "error", ""
     try:
@@ -187,7 +189,7 @@ def rows(
     for program in programs:
         for sizes in meshes:
             for kind in kinds:
-                for seed in seeds if kind == "random" else seeds[:1]:
+                for seed in seeds if kind in ("random", "remat") else seeds[:1]:
                     yield row(program, sizes, kind, seed, seen)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,6 +18,9 @@ import numpy as np
 import optax
 
 from autopar import models, rules as rule_table
+from autopar.intraop.enumerate import shape_of
+from autopar.intraop.remat import Variants
+from autopar.ir.graph import Graph
 from autopar.ir.rule import ShardingRule
 from autopar.trace.arguments import split
 from autopar.trace.trace import Traced, trace
@@ -112,7 +115,7 @@ def program(name: str, step: Callable[..., Any], args: Sequence[Any], dtype: str
     """Any step, traced and run on one device."""
     with jax.enable_x64(dtype == "float64"):
         traced = trace(step, args)
-        rules = tuple(rule_table.rule_for(op, traced.graph.aval) for op in traced.graph.ops)
+        rules = _rules(traced.graph)
         leaves, _ = split(args, {})
         run = _compiled(traced, leaves)
         steps = 3 if dtype == "float64" else 1
@@ -122,6 +125,17 @@ def program(name: str, step: Callable[..., Any], args: Sequence[Any], dtype: str
     bar = BARS[dtype]
     floors = tuple(tuple(_floor(a, b, order, bar) for a, b in zip(x, y, strict=True)) for x, y in zip(expected, shaken, strict=True))
     return Program(name, dtype, traced, rules, leaves, expected, floors, truth)
+
+
+def repeated(subject: Program, mode: str = "full") -> Program:
+    """The program with what `Options.remat` calls `mode` made again after forward; one device's numbers stay."""
+    variants = Variants(subject.traced.graph, lambda graph: shape_of(graph, _rules(graph), subject.traced.roles.carried), mode)
+    graph = variants.shape(variants.asked).graph
+    return replace(subject, traced=replace(subject.traced, graph=graph), rules=_rules(graph))
+
+
+def _rules(graph: Graph) -> tuple[ShardingRule, ...]:
+    return tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops)
 
 
 def _truth(name: str, shape: Mapping[str, Any], args: Any) -> Leaves:

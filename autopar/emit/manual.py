@@ -15,7 +15,7 @@ from autopar.emit.gate import gate
 from autopar.emit.lower import Place, lower
 from autopar.emit.regions import run
 from autopar.errors import CheckError
-from autopar.ir.graph import Graph, Operand
+from autopar.ir.graph import GATE, Graph, Operand
 from autopar.ir.plan import PlannedMove, ShardingPlan
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import TensorSharding
@@ -94,6 +94,9 @@ class _Device:
     def op(self, i: int) -> None:
         e = self.emission
         op, rule, strategy = e.graph.ops[i], e.rules[i], e.plan.strategies[i]
+        if op.primitive == GATE:
+            self.give(i, gate(self.operand(i, 0), newest(e.graph, self.made), self.zero, self.platform))
+            return
         equation = e.program.equations[op.equation]
         operands = [self.operand(i, k) for k in range(len(op.operands))]
         with jax.named_scope(op.scope or op.phase):
@@ -168,6 +171,11 @@ class _Device:
             if o != m.value and o in self.made and o not in graph.free and graph.avals[o].size:
                 return self.made[o]
         return next(x for x in reversed(self.made.values()) if x.size)
+
+
+def newest(graph: Graph, made: dict[int, Any]) -> Any:
+    """What was made last and is not itself made again: of the backward pass, once that has begun."""
+    return next(x for v, x in reversed(made.items()) if v not in graph.again and v not in graph.free and x.size)
 
 
 def _cast(x: Any, dtype: str) -> Any:

@@ -13,18 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.emit.manual import Emission, named_sharding
+from autopar.emit.gate import gate
+from autopar.emit.manual import Emission, named_sharding, newest
 from autopar.emit.regions import run
+from autopar.ir.graph import GATE
 from autopar.ir.strategy import result_sharding
 from autopar.trace import compat
 
 
 def emit_jit(emission: Emission, mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
-    """The whole program over `mesh`: `(zero, *inputs) -> outputs`, to be jitted by the caller. `zero` is not used."""
+    """The whole program over `mesh`: `(zero, *inputs) -> outputs`, to be jitted by the caller. `zero` is an int32 zero for the gates."""
     graph, plan = emission.graph, emission.plan
 
     def program(zero: Any, *inputs: Any) -> tuple[Any, ...]:
-        values = _Values(emission, mesh, dict(zip(graph.inputs, inputs, strict=True)))
+        values = _Values(emission, mesh, zero, dict(zip(graph.inputs, inputs, strict=True)))
         run(values, 0, len(graph.ops))
         outputs = [
             values.env[o] if isinstance(o, int) else jnp.asarray(emission.program.literal_outputs[k], dtype=graph.aval(o).dtype)
@@ -42,10 +44,14 @@ class _Values:
 
     emission: Emission
     mesh: Mesh
+    zero: Any
     env: dict[int, Any]
 
     def op(self, i: int) -> None:
         op = self.emission.graph.ops[i]
+        if op.primitive == GATE:
+            self.give(i, gate(self.operand(i, 0), newest(self.emission.graph, self.env), self.zero, self.mesh.devices.flat[0].platform))
+            return
         equation = self.emission.program.equations[op.equation].equation
         operands = [self.operand(i, k) for k in range(len(op.operands))]
         grouped = op.primitive == "conv_general_dilated" and max(op.param("feature_group_count"), op.param("batch_group_count")) > 1
@@ -72,7 +78,7 @@ class _Values:
         )
 
     def inner(self) -> _Values:
-        return _Values(self.emission, self.mesh, dict(self.env))
+        return _Values(self.emission, self.mesh, self.zero, dict(self.env))
 
 
 def _constrain(x: Any, sharding: Any) -> Any:

@@ -17,11 +17,18 @@ from autopar.intraop.evaluate import Infeasible, evaluate, live_at
 from autopar.intraop.lift import lift
 from autopar.intraop.networks import tighten
 from autopar.intraop.price import Price, price_plan
+from autopar.intraop.remat import Variants, least_held, made_again
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ShardingPlan, Solve
 from autopar.ir.problem import Problem, Solution
 
 Progress = Callable[[str], None]
+
+MARGINS = (0.98, 0.9, 0.8)
+"""Shares of the budget under which it is sought what to make again, one after the other until a whole answer fits."""
+
+WORTHWHILE = 2e-3
+"""Share of the step time that making values again must promise to save where a plan fits without."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,10 @@ class SolveOptions:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The plan for one logical mesh, with its price, its proof, and what is live at its memory peak."""
+    """The plan for one logical mesh, with its price, its proof, and what is live at its memory peak.
+
+    `shape` is that of the program with the values `recomputed` made again. Where `memory_rows` is 0, memory decided nothing.
+    """
 
     plan: ShardingPlan
     pricer: Pricer
@@ -43,20 +53,30 @@ class Chosen:
     solve: Solve
     peak_bytes: int
     live: tuple[tuple[str, int], ...]
+    shape: Shape
+    memory_rows: int = 0
+    recomputed: tuple[int, ...] = ()
     enumerate_s: float = 0.0
     solve_s: float = 0.0
 
 
 def choose_on(
-    shape: Shape, pricer: Pricer, budget: float | None, pins: Pins, options: SolveOptions, progress: Progress, clock: Callable[[], float]
+    shape: Shape,
+    pricer: Pricer,
+    budget: float | None,
+    pins: Pins,
+    options: SolveOptions,
+    progress: Progress,
+    clock: Callable[[], float],
+    least: bool = True,
 ) -> Chosen:
-    """The best plan on one logical mesh. Raises `InfeasibleError` when nothing fits the budget."""
+    """The best plan on one logical mesh. Raises `InfeasibleError` when nothing fits the budget, which says what would if `least`."""
     begin = clock()
     problem, layout = enumerate_problem(shape, pricer, budget, pins)
     enumerated = clock()
     progress(f"mesh {pricer.mesh}: {problem.num_choices + len(problem.side)} variables, {len(problem.rows)} rows")
     try:
-        solution = solvers.solve(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap)
+        solution = solvers.solve(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=least)
     except Infeasible as error:
         raise _infeasible(error, problem, layout) from None
     solution = _tight(layout, solution)
@@ -71,6 +91,9 @@ def choose_on(
         _proof(solution, options.solver, shape),
         int(evaluation.peak_bytes),
         live(layout, problem, solution, evaluation.peak_time),
+        shape,
+        solution.memory_rows,
+        (),
         enumerated - begin,
         clock() - enumerated,
     )
@@ -115,8 +138,60 @@ def _checked(solution: Solution, price: Price) -> Solution:
     return replace(solution, objective=min(solution.objective, price.total_s))
 
 
+def choose_with(
+    variants: Variants,
+    pricer: Pricer,
+    budget: float | None,
+    pins: Pins,
+    options: SolveOptions,
+    progress: Progress,
+    clock: Callable[[], float],
+) -> Chosen:
+    """The best plan on one logical mesh, with values made again as `variants.mode` says: where memory asks for it, if it is `auto`.
+
+    What is made again comes from a relaxation under a little less than the budget, under less still where its answer does not fit
+    whole; what holds least is tried before nothing fits. Raises `InfeasibleError`.
+    """
+
+    def plan(values: frozenset[int], least: bool) -> Chosen:
+        found = choose_on(variants.shape(values), pricer, budget, pins, options, progress, clock, least)
+        return replace(found, recomputed=tuple(sorted(values)))
+
+    if variants.mode != "auto" or budget is None:
+        return plan(variants.asked, True)
+    every = variants.every()
+    try:
+        best: Chosen | None = plan(frozenset(), not every)
+    except InfeasibleError:
+        if not every:
+            raise
+        best = None
+    if best is not None and not (best.memory_rows and every):
+        return best
+    for share in MARGINS:
+        progress(f"mesh {pricer.mesh}: what to make again under {share:.0%} of the memory")
+        try:
+            found = made_again(variants, pricer, share * budget, pins, options.time_limit_s, lambda line: None)
+            values, seconds = found or (every, 0.0)
+            if best is not None and seconds > best.price.total_s * (1 - WORTHWHILE):
+                return best
+            again = plan(values, False)
+        except (Infeasible, InfeasibleError):
+            continue
+        return again if best is None or again.price.total_s < best.price.total_s else best
+    if best is not None:
+        return best
+    refused = []
+    for values in dict.fromkeys((least_held(variants, pricer, pins, options.time_limit_s), every, frozenset[int]())):
+        try:
+            return plan(values, True)
+        except InfeasibleError as error:
+            refused.append(error)
+    raise _smallest(refused)
+
+
 def choose(
-    shape: Shape,
+    variants: Variants,
     cluster: Any,
     meshes: Sequence[LogicalMesh],
     budget: float | None,
@@ -137,7 +212,7 @@ def choose(
     for mesh in meshes:
         pricer = Pricer(cluster, mesh, as_written)
         try:
-            chosen = choose_on(shape, pricer, budget, pins(mesh), options, progress, clock)
+            chosen = choose_with(variants, pricer, budget, pins(mesh), options, progress, clock)
         except InfeasibleError as error:
             refused.append(error)
             tried.append((str(mesh), float("inf")))
@@ -153,10 +228,15 @@ def choose(
     if not found and unanswered:
         raise unanswered[0]
     if not found:
-        raise min(refused, key=lambda e: e.peak_bytes or float("inf"))  # 0: no time to find the least
+        raise _smallest(refused)
     best = min(found, key=lambda c: c.price.total_s)
     total = replace(best, enumerate_s=sum(c.enumerate_s for c in found), solve_s=sum(c.solve_s for c in found))
     return total, tuple(tried)
+
+
+def _smallest(refused: Sequence[InfeasibleError]) -> InfeasibleError:
+    """The refusal that asks for the least memory; 0 says that there was no time to find the least."""
+    return min(refused, key=lambda e: e.peak_bytes or float("inf"))
 
 
 def live(layout: Layout, problem: Problem, solution: Solution, time: int) -> tuple[tuple[str, int], ...]:

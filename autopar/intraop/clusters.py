@@ -61,6 +61,7 @@ def find_clusters(
     """
     linear = _linear_ops(graph, rules)
     skipped = {i for i, op in enumerate(graph.ops) if op.results and all(r in graph.free for r in op.results)}
+    again = {i for i, op in enumerate(graph.ops) if op.again}
     union = _Union(len(graph.ops))
     joined: set[int] = set(pinned)
     for i, op in enumerate(graph.ops):
@@ -70,7 +71,7 @@ def find_clusters(
         for k in _full(graph, op) if i in linear else follows:
             operand = op.operands[k]
             p = graph.producer.get(operand) if isinstance(operand, int) else None
-            if p is None or p in skipped or (p in linear) != (i in linear):
+            if p is None or p in skipped or (p in linear) != (i in linear) or (p in again) != (i in again):
                 continue
             if i in linear or _can_lead(graph.ops[p], rules[p]):
                 union.join(p, i)

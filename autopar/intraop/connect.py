@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from autopar.intraop.reshard import Price, cheapest
-from autopar.ir.graph import Constant, Graph
+from autopar.ir.graph import BOUNDARY, GATE, ROOT, Constant, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import PlannedMove, ShardingPlan
 from autopar.ir.rule import ShardingRule
@@ -96,3 +96,14 @@ def number(moves: Sequence[PlannedMove]) -> tuple[PlannedMove, ...]:
         count += m.move.communicates
         named.append(PlannedMove(m.value, m.move, m.source, m.target, name, m.generation, m.source_generation, m.gate))
     return tuple(named)
+
+
+def fed_by_state(graph: Graph, carried: Sequence[tuple[int, int]]) -> frozenset[int]:
+    """Values that depend on state and constants only: compilers gather them at the start of the program unless held back."""
+    state = {graph.inputs[i] for i, _ in carried} | set(graph.inputs[len(graph.inputs) - graph.num_constants :])
+    known = set(state)
+    for op in graph.ops:
+        outside = op.region == ROOT and op.primitive not in BOUNDARY and op.primitive != GATE  # nothing leaves a loop to run before it
+        if outside and op.inputs and all(o in known or o in graph.free for o in op.inputs):
+            known.update(op.results)
+    return frozenset(known)

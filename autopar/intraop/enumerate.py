@@ -22,6 +22,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.problem import Floats, Problem, Usage
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import Reduction, TensorSharding
+from autopar.trace.recompute import Doubled
 
 Pins = Mapping[int, tuple[TensorSharding, ...]]
 
@@ -99,20 +100,32 @@ class _Value:
     node: int
     vector: Vector
     users: dict[tuple[int, Vector, int], list[Use]] = field(default_factory=dict)
+    again: tuple[int, Vector] | None = None
 
 
 def enumerate_problem(
-    shape: Shape, pricer: Pricer, budget: float | None = None, pins: Pins | None = None, layered: bool = True
+    shape: Shape,
+    pricer: Pricer,
+    budget: float | None = None,
+    pins: Pins | None = None,
+    layered: bool = True,
+    doubled: Doubled | None = None,
 ) -> tuple[Problem, Layout]:
     """The intra-op programme on `pricer.mesh`, priced, with its layout.
 
-    `pins` restricts the shardings of graph inputs, by value. `layered` lets conversions be made again for backward.
+    `pins` restricts the shardings of graph inputs, by value. `layered` lets conversions be made again for backward. With `doubled`,
+    whose graph is that of `shape`, late users take a value as it was kept or made again, and the first choice of what may
+    be left out is that it is: such a problem says what to make again, and has no plan.
     """
-    return _Enumerator(shape, pricer, budget, dict(pins or {}), layered).run()
+    return _Enumerator(shape, pricer, budget, dict(pins or {}), layered, doubled).run()
 
 
 class _Enumerator:
-    def __init__(self, shape: Shape, pricer: Pricer, budget: float | None, pins: dict[int, Any], layered: bool):
+    def __init__(self, shape: Shape, pricer: Pricer, budget: float | None, pins: dict[int, Any], layered: bool, doubled: Doubled | None):
+        self.twin = {} if doubled is None else doubled.twin
+        self.first = {w: v for v, w in self.twin.items()}
+        spare = frozenset() if doubled is None else doubled.added | doubled.idle
+        self.optional = frozenset(c for c, members in enumerate(shape.folded.members) if spare.issuperset(shape.clusters[members[0]].ops))
         self.shape, self.pricer, self.budget, self.pins, self.layered = shape, pricer, budget, pins, layered
         self.graph, self.mesh = shape.graph, pricer.mesh
         self.end = len(self.graph.ops)
@@ -161,6 +174,7 @@ class _Enumerator:
             seconds = [self.op_seconds(i, s) for s in space.single]
         else:
             seconds = self._merged_cost(cluster, space)
+        seconds = [0.0, *seconds] if c in self.optional else seconds
         return np.array(seconds, dtype=np.float64) * len(members)
 
     def op_seconds(self, i: int, strategy: Any) -> float:
@@ -229,10 +243,10 @@ class _Enumerator:
         c = self.shape.cluster_of.get(i)
         return -1 if c is None else self.shape.folded.class_of[c]
 
-    def _vector(self, key: Hashable, make: Any) -> Vector:
+    def _vector(self, key: tuple[Any, ...], make: Any) -> Vector:
         found = self.vectors.get(key)
         if found is None:
-            made = make()
+            made = (None, *make()) if key[0] != "border" and key[1] in self.optional else make()
             found = self.vectors[key] = self.interned.setdefault(made, made)
         return found
 
@@ -268,7 +282,16 @@ class _Enumerator:
             if isinstance(o, int) and o not in graph.free:
                 node, vector = self._source(self.tied[k]) if k in self.tied else self._border(self.output_node[k])
                 self._use(found[o], node, vector, self.end, k)
+        for v, w in self.twin.items():
+            self._pair(found[v], found[w])
         return found
+
+    def _pair(self, kept: _Value, again: _Value) -> None:
+        """What reads a value made again may read the one that was kept instead."""
+        for user, uses in again.users.items():
+            if not self._same(again, user):
+                kept.users.setdefault(user, []).extend(uses)
+                kept.again = again.node, again.vector
 
     def _border(self, node: int) -> tuple[int, Vector]:
         return node, self._vector(("border", node), lambda: self.borders[node])
@@ -281,12 +304,13 @@ class _Enumerator:
         """One network per kind of value whose users may need another sharding than it has."""
         kinds: dict[Hashable, list[tuple[int, _Value, list[tuple[int, Vector, int]]]]] = {}
         for v, value in values.items():
-            for wanted in self._groups(v, value):
+            for wanted in () if v in self.first else self._groups(v, value):
                 aval, layers = self.graph.avals[v], self._layers(v, value, wanted)
                 users = sorted(wanted, key=lambda u: (u[0], u[2], id(u[1])))
                 needs = tuple((n, id(w), k) for n, w, k in users)
                 times = self.graph.value_times(v)
-                kind = (value.node, id(value.vector), aval, needs, layers, self._is_held(v, value, users), times)
+                again = value.again and (value.again[0], id(value.again[1]))
+                kind = (value.node, id(value.vector), aval, needs, layers, self._is_held(v, value, users), times, again)
                 kinds.setdefault(kind, []).append((v, value, users))
         return [self._network(members) for members in kinds.values()]
 
@@ -302,9 +326,11 @@ class _Enumerator:
         return [g for g in ([u for u in wanted if u not in late], late) if g]
 
     def _same(self, value: _Value, user: tuple[int, Vector, int]) -> bool:
-        node, vector, _ = user
+        node, vector, layer = user
         if node == value.node:
             return vector == value.vector
+        if value.again is not None and layer == LATE:
+            return False
         return len(set(vector)) == 1 and set(vector) == set(value.vector)
 
     def _layers(self, v: int, value: _Value, wanted: Sequence[tuple[int, Vector, int]]) -> int:
@@ -312,7 +338,7 @@ class _Enumerator:
         if not self.layered or self.graph.avals[v].nbytes <= self.small or not any(k == LATE for _, _, k in wanted):
             return 1
         member = self._member(v, value, wanted)
-        return 2 if member.late > member.early + 2 else 1
+        return 2 if member.late > member.early + 2 or value.again is not None else 1
 
     def _member(self, v: int, value: _Value, users: Sequence[tuple[int, Vector, int]]) -> Member:
         made = self.graph.producer.get(v, -1)
@@ -338,7 +364,8 @@ class _Enumerator:
     def _network(self, members: list[tuple[int, _Value, list[tuple[int, Vector, int]]]]) -> Network:
         v, value, users = members[0]
         aval = self.graph.avals[v]
-        shardings = {s for s in value.vector} | {s for _, w, _ in users for s in w}
+        vectors = (value.vector, value.again[1] if value.again else (), *(w for _, w, _ in users))
+        shardings = {s for vector in vectors for s in vector if s is not None}
         graph = self._states(aval, tuple(sorted({kind for s in shardings for _, kind in s.partial})))
         layers = self._layers(v, value, users)
         own = [self._member(m, mv, mu) for m, mv, mu in members]
@@ -353,6 +380,7 @@ class _Enumerator:
             layers,
             held,
             self.graph.value_times(v),
+            value.again,
         )
 
     def _states(self, aval: Aval, kinds: tuple[Reduction, ...]) -> StateGraph:
@@ -380,7 +408,7 @@ class _Enumerator:
         """Bytes on one device by choice."""
         key = (id(vector), aval.shape, aval.dtype)
         if key not in self.nbytes:
-            self.nbytes[key] = np.array([s.local_bytes(aval, self.mesh, self.pricer.as_written) for s in vector], float)
+            self.nbytes[key] = np.array([0 if s is None else s.local_bytes(aval, self.mesh, self.pricer.as_written) for s in vector], float)
         return self.nbytes[key]
 
     def _in_memory(self, v: int) -> bool:
@@ -396,6 +424,8 @@ class _Enumerator:
             return p, p + 1
         wanted = [u for u in value.users if not self._same(value, u)]
         last = self._held(v, value)
+        if v in self.first:
+            return p, 1 + max([last, *(self.graph.reach(v, i)[1] for uses in value.users.values() for i, _ in uses)])
         if wanted:
             member = self._member(v, value, wanted)
             last = max(last, member.early if self._layers(v, value, wanted) == 2 else member.last)

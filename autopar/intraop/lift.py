@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from autopar.intraop.connect import number
+from autopar.intraop.connect import fed_by_state, number
 from autopar.intraop.enumerate import Layout
 from autopar.intraop.networks import EARLY, LATE, Member, Network, Opening
-from autopar.ir.graph import BOUNDARY, ROOT, Constant, Graph
+from autopar.ir.graph import Constant, Graph
 from autopar.ir.plan import PlannedMove, ShardingPlan
 from autopar.ir.problem import Solution
 from autopar.ir.sharding import Move, TensorSharding
@@ -29,14 +29,14 @@ def lift(layout: Layout, solution: Solution) -> ShardingPlan:
     outputs = [_output(layout, solution, k, o, inputs) for k, o in enumerate(graph.outputs)]
     moves: list[PlannedMove] = []
     made: dict[int, set[tuple[TensorSharding, int]]] = {}
-    state_fed = _fed_by_state(layout)
+    state_fed = fed_by_state(graph, shape.carried)
     again: set[tuple[int, int, int]] = set()
     for network, openings in zip(layout.networks, layout.openings, strict=True):
         found, late, kept = _trees(network, openings, solution)
         for member in network.members:
             planned = _planned(graph, network, member, found, kept, member.value in state_fed)
             shift = _shift(planned, made.setdefault(member.value, set()))
-            base = network.vector[solution.choice[network.producer]]
+            base = network.made(solution.choice)
             moves.extend(_shifted(graph, m, shift, member, base) for m in planned)
             made[member.value].update((m.target, m.generation + shift) for m in planned)
             again.update((i, k, 1 + shift) for n in late for i, k in member.uses[n])
@@ -72,9 +72,9 @@ def _trees(
 
     A form made late although the same form was made early is of generation 1; all others are of generation 0.
     """
-    start = network.graph.index[network.vector[solution.choice[network.producer]]]
+    start = network.graph.index[network.made(solution.choice)]
     two = network.layers == 2
-    goals = {n: (u.layer if two else EARLY, network.graph.index[u.vector[solution.choice[u.node]]]) for n, u in enumerate(network.users)}
+    goals = {n: (u.layer if two else EARLY, network.graph.index[network.needed(n, solution.choice)]) for n, u in enumerate(network.users)}
     back = _search((EARLY, start), [o for o in openings if solution.side[o.column] > 0.5])
     taken: dict[_Form, Opening] = {}
     for goal in goals.values():
@@ -163,8 +163,8 @@ def _shifted(graph: Graph, m: PlannedMove, shift: int, member: Member, base: Ten
 
 def _converted(network: Network, solution: Solution) -> list[int]:
     """Users that read another sharding than the value's own."""
-    start = network.vector[solution.choice[network.producer]]
-    return [n for n, u in enumerate(network.users) if u.vector[solution.choice[u.node]] != start]
+    start = network.made(solution.choice)
+    return [n for n in range(len(network.users)) if network.needed(n, solution.choice) != start]
 
 
 def _gate(graph: Graph, member: Member, late: bool = True) -> int:
@@ -174,18 +174,6 @@ def _gate(graph: Graph, member: Member, late: bool = True) -> int:
         if any(o != member.value and o not in graph.free and graph.avals[o].size for o in graph.ops[i].inputs):
             return i
     return -1
-
-
-def _fed_by_state(layout: Layout) -> frozenset[int]:
-    """Values that depend on state and constants only: compilers gather them at the start of the program unless held back."""
-    graph = layout.shape.graph
-    state = {graph.inputs[i] for i, _ in layout.shape.carried} | set(graph.inputs[len(graph.inputs) - graph.num_constants :])
-    known = set(state)
-    for op in graph.ops:
-        outside = op.region == ROOT and op.primitive not in BOUNDARY  # nothing leaves a loop to run before it
-        if outside and op.inputs and all(o in known or o in graph.free for o in op.inputs):
-            known.update(op.results)
-    return frozenset(known)
 
 
 def _free_moves(layout: Layout, strategies: Sequence[Strategy], outputs: Sequence[TensorSharding]) -> list[PlannedMove]:

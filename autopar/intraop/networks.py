@@ -17,7 +17,7 @@ from autopar.ir.graph import Aval
 from autopar.ir.problem import Floats, Ints, SideColumns, SideRows
 from autopar.ir.sharding import TensorSharding
 
-Vector = tuple[TensorSharding, ...]
+Vector = tuple[TensorSharding | None, ...]
 Use = tuple[int, int]
 EARLY, LATE = 0, 1
 
@@ -52,6 +52,7 @@ class Network:
     """The conversions of equal values: one flow problem, `len(members)` times.
 
     `times` is how often each is made per step. `held` values are still there as they were made when they are first read late.
+    `again` is the node that may make the value once more for its late users, with its sharding by choice (None: it does not).
     """
 
     producer: int
@@ -63,7 +64,27 @@ class Network:
     layers: int
     held: bool
     times: int = 1
+    again: tuple[int, Vector] | None = None
     intervals: dict[object, tuple[Ints, Ints]] = field(default_factory=dict)
+
+    def made(self, choice: Sequence[int]) -> TensorSharding:
+        """The sharding in which these choices make the value."""
+        return _there(self.vector[choice[self.producer]])
+
+    def needed(self, n: int, choice: Sequence[int]) -> TensorSharding:
+        """The sharding that user n needs by these choices."""
+        return _there(self.users[n].vector[choice[self.users[n].node]])
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """The states in which the value may come in."""
+        vectors = (self.vector, self.again[1] if self.again else ())
+        return frozenset(self.graph.index[s] for vector in vectors for s in vector if s is not None)
+
+
+def _there(sharding: TensorSharding | None) -> TensorSharding:
+    assert sharding is not None, "a plan has no choice that is not to make a value"
+    return sharding
 
 
 @dataclass(frozen=True)
@@ -173,7 +194,7 @@ def tighten(network: Network, openings: Sequence[Opening], choice: Sequence[int]
 
     A value that waits as it was made, though it is there anyway, is not charged twice; what no user flows through is closed.
     """
-    made = network.graph.index[network.vector[choice[network.producer]]]
+    made = network.graph.index[network.made(choice)]
     charged = next((o for o in openings if o.arc is None and not o.held and o.head == made), None)
     free = next((o for o in openings if o.held and o.head == made), None)
     if charged is not None and free is not None:
@@ -188,9 +209,9 @@ def tighten(network: Network, openings: Sequence[Opening], choice: Sequence[int]
 def _openings(network: Network, builder: SideBuilder, counted: bool) -> tuple[Opening, ...]:
     """The arcs of a network. One user's flow takes a cheapest path by itself, unless forms are `counted` in memory: then it could split."""
     g, count = network.graph, len(network.members)
-    sources = frozenset(g.index[s] for s in network.vector)
+    sources = network.sources
     if len(network.users) == 1:
-        arcs = g.useful(sources, frozenset(g.index[s] for s in network.users[0].vector))
+        arcs = g.useful(sources, frozenset(g.index[s] for s in network.users[0].vector if s is not None))
     else:
         arcs = g.lean
     whole = counted or len(network.users) > 1 or network.layers == 2
@@ -210,7 +231,8 @@ def _openings(network: Network, builder: SideBuilder, counted: bool) -> tuple[Op
 def _hold(network: Network, opening: Opening, builder: SideBuilder) -> None:
     """A value waits free of charge only in the sharding in which it was made."""
     first = int(builder.offsets[network.producer])
-    made_so = [(first + s, -1.0) for s, sharding in enumerate(network.vector) if network.graph.index[sharding] == opening.head]
+    state = network.graph.states[opening.head]
+    made_so = [(first + s, -1.0) for s, sharding in enumerate(network.vector) if sharding == state]
     builder.add_row([(builder.side(opening.column), 1.0), *made_so], -np.inf, 0.0)
 
 
@@ -257,9 +279,17 @@ def _conserve(network: Network, user: User, flow: dict[Opening, int], builder: S
         else:
             term(o.layer, o.arc.tail, column, -1.0)
             term(o.layer, o.head, column, 1.0)
-    for s, sharding in enumerate(network.vector):
-        term(EARLY, g.index[sharding], int(builder.offsets[network.producer]) + s, 1.0)
-    for s, sharding in enumerate(user.vector):
-        term(top, g.index[sharding], int(builder.offsets[user.node]) + s, -1.0)
+    def end(layer: int, node: int, vector: Vector, value: float) -> None:
+        for s, sharding in enumerate(vector):
+            if sharding is not None:
+                term(layer, g.index[sharding], int(builder.offsets[node]) + s, value)
+
+    end(EARLY, network.producer, network.vector, 1.0)
+    spare = None in user.vector or None in network.vector
+    if network.again is not None and top == LATE:
+        end(LATE, *network.again, 1.0)
+        spare = True
+    end(top, user.node, user.vector, -1.0)
     for row in rows.values():
-        builder.add_row([(c, v) for c, v in row.items() if v], 0.0, 0.0)
+        # What is not needed of several sources, or by nobody, may end anywhere.
+        builder.add_row([(c, v) for c, v in row.items() if v], 0.0, np.inf if spare else 0.0)

@@ -44,7 +44,7 @@ def price_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, 
     """The price of a whole plan."""
     kinds: dict[str, float] = {}
     for i, op in enumerate(graph.ops):
-        kind = "matmul" if op.primitive in costs.MATMULS else "memory-bound"
+        kind = "recomputed" if op.again else "matmul" if op.primitive in costs.MATMULS else "memory-bound"
         kinds[kind] = kinds.get(kind, 0.0) + op_seconds(graph, rules, plan, pricer, charges, i)
     compute = sum(kinds.values())
     copies = communication = 0.0

@@ -20,6 +20,8 @@ ENTERING = frozenset({"loop_carry", "loop_slice", "loop_view"})
 LEAVING = frozenset({"loop_exit", "loop_stack", "loop_test", "branch_join"})
 """Ops that stand after a region's own ops and bring its values out."""
 BOUNDARY = ENTERING | LEAVING
+GATE = "gate"
+"""An op that gives its operand back, and that no compiler sees through: what it feeds is made again on purpose."""
 ROOT = -1
 
 
@@ -69,7 +71,7 @@ class Op:
 
     `params` are normalised: tuples, strings and numbers only. `scope` is the name-scope path without the wrappers of
     `jvp` and `transpose`; `source` the user's line as `file:line`. Ops with `effects` are never dead and keep their order.
-    `region` is the loop body or branch in which the op stands.
+    `region` is the loop body or branch in which the op stands. `again` marks what repeats an op of forward on purpose.
     """
 
     primitive: str
@@ -83,6 +85,7 @@ class Op:
     subgraphs: tuple[Graph, ...] = ()
     effects: bool = False
     region: int = ROOT
+    again: bool = False
 
     def param(self, name: str, default: Any = None) -> Any:
         """The normalised parameter called `name`."""
@@ -156,6 +159,11 @@ class Graph:
             if not bound and all(not isinstance(o, int) or o in known for o in op.operands):
                 known.update(op.results)
         return frozenset(known)
+
+    @cached_property
+    def again(self) -> frozenset[int]:
+        """Values made again on purpose, and those of gates."""
+        return frozenset(r for op in self.ops if op.again for r in op.results)
 
     @cached_property
     def times(self) -> tuple[int, ...]:

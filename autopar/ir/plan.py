@@ -150,7 +150,8 @@ class Plan:
     """All of a plan. A plan refers to ops and leaves by canonical index and path; `fingerprint` ties it to its program.
 
     `cost_split` gives predicted seconds by kind (`matmul`, `memory-bound`, `all_reduce`, ...), `live` what fills the memory
-    peak as (what, bytes), `candidates` the logical meshes tried with the objective of each.
+    peak as (what, bytes), `candidates` the logical meshes tried with the objective of each. `recomputed` are the values of the
+    program's graph that are made again after forward, as `remat` says or `auto` chose; `sharding` is for the graph with them.
     """
 
     fingerprint: str
@@ -174,7 +175,8 @@ class Plan:
     microbatches: int = 1
     schedule: str = "none"
     remat: str = "none"
-    schema: int = 1
+    recomputed: tuple[int, ...] = ()
+    schema: int = 2
 
     @property
     def mesh(self) -> LogicalMesh:

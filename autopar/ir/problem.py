@@ -106,6 +106,7 @@ class Solution:
 
     `objective` and `bound` in seconds, `gap = (objective - bound) / objective`; `peak_bytes` the largest of the bytes over time.
     `status` says how the solve ended: `optimal` within the asked gap, `feasible` or `time_limit` with an answer that is not proven so.
+    `memory_rows` counts the times at which the budget had to be stated: where it is 0, memory decided nothing.
     """
 
     choice: tuple[int, ...]
@@ -117,6 +118,7 @@ class Solution:
     seconds: float = 0.0
     variables: int = 0
     constraints: int = 0
+    memory_rows: int = 0
 
     @property
     def gap(self) -> float:

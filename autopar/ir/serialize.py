@@ -27,7 +27,7 @@ from autopar.ir.plan import Collective, Leaf, Plan, PlannedMove
 from autopar.ir.sharding import Move, TensorSharding
 from autopar.ir.strategy import Strategy
 
-SCHEMA = 1
+SCHEMA = 2
 
 _AGAIN = "Plan again, or take an intact copy of the file."
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

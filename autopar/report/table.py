@@ -56,7 +56,15 @@ def schedule_text(plan: Plan) -> str:
     stages = number_of_stages(plan)
     parts = ["one stage" if stages == 1 else f"{stages} stages, {plan.schedule}"]
     parts.append("one microbatch" if plan.microbatches == 1 else f"{plan.microbatches} microbatches")
-    return ", ".join([*parts, "nothing recomputed" if plan.remat == "none" else f"remat {plan.remat}"])
+    return ", ".join([*parts, remat_text(plan)])
+
+
+def remat_text(plan: Plan) -> str:
+    """What is made again, and for how long."""
+    if plan.remat == "none":
+        return "nothing recomputed"
+    seconds = dict(plan.cost_split).get("recomputed", 0.0)
+    return f"{len(plan.recomputed)} values recomputed ({plan.remat}), {seconds_text(seconds)} of the step"
 
 
 def header(plan: Plan) -> Table:

@@ -98,6 +98,12 @@ def pin(operands, results, **_) -> ShardingRule:
     return pointwise(operands, results)
 
 
+@register("gate")
+def gate(operands: Avals, results: Avals, **_: Any) -> ShardingRule:
+    """A value that is read again; a partial one is reduced before it."""
+    return pointwise(operands, results)
+
+
 @register("select_n")
 def select_n(operands: Avals, results: Avals, *, constants: Constants, **_: Any) -> ShardingRule:
     """Partial values go through when all branches are partial and the predicate is not."""

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,7 @@ from autopar.errors import MeshError, StateError, UsageError
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import TensorSharding
+from autopar.trace.recompute import recompute
 from autopar.trace.trace import Traced
 
 _BELOW_ONE_BYTE = ("int4", "uint4", "int2", "uint2")
@@ -54,9 +56,15 @@ def own_settings(mesh: Mesh) -> Iterator[None]:
 
 def executable_for(plan: Plan, traced: Traced, mesh: Mesh, donate: bool = True, emitter: str = "shard_map") -> Executable:
     """A plan and the program that it belongs to, ready to be compiled for `mesh`."""
+    traced = repeating(traced, plan.recomputed)
     found = tuple(rules.rule_for(op, traced.graph.aval) for op in traced.graph.ops)
     as_written = plan.options.get("reduce_dtype") == "as_written"
     return Executable(traced, Emission(traced.graph, traced.program, found, plan.sharding, as_written), mesh, donate, emitter)
+
+
+def repeating(traced: Traced, recomputed: Sequence[int]) -> Traced:
+    """The program with what a plan makes again."""
+    return replace(traced, graph=recompute(traced.graph, recomputed)) if recomputed else traced
 
 
 class Owned:

@@ -189,6 +189,16 @@ def opened(equation: Any) -> Any | None:
     return inner if hasattr(inner, "jaxpr") else jex.ClosedJaxpr(inner, ())
 
 
+def run_again(equation: Any) -> tuple[int, ...]:
+    """Operands that a checkpointed function reads when backward runs it again, as the user asks: positions in its call there."""
+    params = equation.params
+    if equation.primitive.name not in CHECKPOINTS or not params.get("differentiated") or not params.get("prevent_cse"):
+        return ()
+    inner = params["jaxpr"]
+    read = {id(v) for e in inner.eqns if "rematted_computation" in name_stack(e) for v in e.invars}
+    return tuple(k for k, v in enumerate(inner.invars) if id(v) in read)
+
+
 def call_name(equation: Any) -> str:
     """Name of the function behind a call equation, as in `jit(gelu)`."""
     return str(equation.params.get("name", ""))

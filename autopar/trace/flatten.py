@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.ir.dtypes import is_key
-from autopar.ir.graph import ROOT, Aval, Constant, Graph, Op, Operand, Phase, Region, RegionKind
+from autopar.ir.graph import GATE, ROOT, Aval, Constant, Graph, Op, Operand, Phase, Region, RegionKind
 from autopar.rules import has_user_rule
 from autopar.trace import compat
 from autopar.trace.hoist import hoist
@@ -51,11 +51,12 @@ def flatten(closed: Any, input_names: Sequence[str] = (), output_names: Sequence
 
 @dataclass(frozen=True)
 class _Where:
-    """What an opened call hands down: name stack, user line, and the region that we are in."""
+    """What an opened call hands down: name stack, user line, the region that we are in, and whether forward's ops are run again in it."""
 
     stack: str = ""
     source: str = ""
     region: int = ROOT
+    repeats: bool = False
 
 
 @dataclass
@@ -112,15 +113,30 @@ class _Builder:
         return [read(a) for a in jaxpr.outvars]
 
     def equation(self, equation: Any, operands: list[Any], where: _Where) -> Sequence[Any]:
-        here = _Where(_join(where.stack, compat.name_stack(equation)), where.source, where.region)
+        here = _Where(_join(where.stack, compat.name_stack(equation)), where.source, where.region, where.repeats)
         opens = opener(equation)
         if opens is not None:
             return opens(self, equation, operands, replace(here, source=compat.source_line(equation) or where.source))
         inner = None if self.stays_closed(equation) else compat.opened(equation)
         if inner is not None:
             constants = [self.lift(c) for c in inner.consts]
+            repeated = compat.run_again(equation)
+            for k in repeated:
+                operands[k] = self.gate(operands[k], here)
+            here = replace(here, repeats=here.repeats or bool(repeated))
             return self.run(inner.jaxpr, constants, operands, replace(here, source=compat.source_line(equation) or where.source))
         return self.add(equation, operands, here)
+
+    def gate(self, value: Any, where: _Where) -> Any:
+        """A value as it is read again on purpose."""
+        if isinstance(value, _Literal) or not self.avals[value].size:
+            return value
+        result = self.value_of(self.avals[value])
+        self.equations.append(Equation(None, {}))
+        last = len(self.equations) - 1
+        named = scope(where.stack), where.source
+        self.ops.append(Op(GATE, (), (value,), (result,), "backward", *named, last, region=where.region, again=True))
+        return result
 
     def stays_closed(self, equation: Any) -> bool:
         """Whether a user's rule stands for this call of a jitted function."""
@@ -163,6 +179,7 @@ class _Builder:
                 tuple(self.subgraph(b) for b in bodies),
                 effects,
                 where.region,
+                where.repeats and "rematted_computation" in where.stack,
             )
         )
         if key is not None:

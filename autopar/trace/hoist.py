@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import BOUNDARY, ENTERING, ROOT, Aval, Constant, Graph, Op, Operand
+from autopar.ir.graph import BOUNDARY, ENTERING, GATE, ROOT, Aval, Constant, Graph, Op, Operand
 
 _LOOPS = ("scan", "while")
 Spread = Callable[[Aval, tuple[int, ...], tuple[int, ...], int], int]
@@ -138,7 +138,7 @@ def _moved_out(graph: Graph) -> Graph:
                 leave(graph.producer[o], r)
 
     for i, op in enumerate(graph.ops):
-        while region[i] != ROOT and op.primitive not in BOUNDARY and not op.effects:
+        while region[i] != ROOT and op.primitive not in BOUNDARY and op.primitive != GATE and not op.effects:
             r = region[i]
             values = [o for o in op.inputs if home[o] == r]
             fixed = op.inputs and any(o in fed or o in graph.inputs for o in op.inputs) and all(o in graph.free for o in values)

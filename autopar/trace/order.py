@@ -10,7 +10,7 @@ from autopar.ir.graph import BOUNDARY, ROOT, Graph, Op, Operand, Phase
 
 def arrange(graph: Graph) -> Graph:
     """Phases set, dead ops dropped, the rest in the order that memory is counted in, values numbered by it."""
-    return _compact(_order_updates(_sink(_live(_phases(graph)))))
+    return compact(_order_updates(_sink(live(_phases(graph)))))
 
 
 def _phases(graph: Graph) -> Graph:
@@ -96,24 +96,24 @@ def _ancestors(groups: Sequence[tuple[Op, ...]], chosen: Sequence[bool]) -> list
     return found
 
 
-def _live(graph: Graph) -> Graph:
+def live(graph: Graph) -> Graph:
     """Without ops whose results nobody uses, and without what a loop carries round for itself alone."""
     makes = {r: i for i, op in enumerate(graph.ops) for r in op.results}
     partner = {i: j for pair in graph.goes_round for i, j in (pair, pair[::-1]) if graph.ops[pair[1]].primitive == "loop_exit"}
     tests: dict[int, int] = {_loop(graph, op): i for i, op in enumerate(graph.ops) if op.primitive == "loop_test"}
-    live: set[int] = set()
+    found: set[int] = set()
     waiting = [makes[o] for o in graph.outputs if isinstance(o, int) and o in makes] + [i for i, op in enumerate(graph.ops) if op.effects]
     while waiting:
         i = waiting.pop()
-        if i in live:
+        if i in found:
             continue
-        live.add(i)
+        found.add(i)
         op = graph.ops[i]
         waiting.extend(makes[o] for o in op.inputs if o in makes)
         waiting.extend([partner[i]] if i in partner else [])
         around = graph.path(int(op.param("region")) if op.primitive in BOUNDARY else op.region)
         waiting.extend(tests[r] for r in around if r in tests)
-    return replace(graph, ops=tuple(op for i, op in enumerate(graph.ops) if i in live))
+    return replace(graph, ops=tuple(op for i, op in enumerate(graph.ops) if i in found))
 
 
 def _loop(graph: Graph, op: Op) -> int:
@@ -136,10 +136,10 @@ def _order_updates(graph: Graph) -> Graph:
     while stack:
         value, ready = stack.pop()
         unit = updates.get(value) if isinstance(value, int) else None
-        if unit is None or unit[0].equation in done:
+        if unit is None or id(unit) in done:
             continue
         if ready:
-            done.add(unit[0].equation)
+            done.add(id(unit))
             ordered.extend(unit)
         else:
             stack.append((value, True))
@@ -147,8 +147,13 @@ def _order_updates(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(op for unit in groups if unit[0].phase != "update" for op in unit) + tuple(ordered))
 
 
-def _compact(graph: Graph) -> Graph:
+def compact(graph: Graph) -> Graph:
     """Values renumbered in order of definition."""
+    return renumbered(graph)[0]
+
+
+def renumbered(graph: Graph) -> tuple[Graph, dict[int, int]]:
+    """The same, with the new number of each value."""
     number: dict[int, int] = {v: i for i, v in enumerate(graph.inputs)}
     for op in graph.ops:
         for r in op.results:
@@ -161,10 +166,5 @@ def _compact(graph: Graph) -> Graph:
         replace(op, operands=tuple(map(new, op.operands)), results=tuple(number[r] for r in op.results)) for op in graph.ops
     )
     old = sorted(number, key=number.__getitem__)
-    return replace(
-        graph,
-        avals=tuple(graph.avals[v] for v in old),
-        inputs=tuple(range(len(graph.inputs))),
-        outputs=tuple(map(new, graph.outputs)),
-        ops=ops,
-    )
+    avals, outputs = tuple(graph.avals[v] for v in old), tuple(map(new, graph.outputs))
+    return replace(graph, avals=avals, inputs=tuple(range(len(graph.inputs))), outputs=outputs, ops=ops), number

@@ -17,7 +17,7 @@ from jax import lax
 
 from autopar.emit.lower import METHODS, lower
 from autopar.errors import CheckError, RuleError
-from autopar.ir.graph import BOUNDARY, Aval, Constant, Op
+from autopar.ir.graph import BOUNDARY, GATE, Aval, Constant, Op
 from autopar.ir.rule import Pass
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import WHOLE, Strategy, is_legal, result_sharding
@@ -27,9 +27,9 @@ from autopar.rules.shape import refine
 
 POINTWISE = {examples.unary, examples.binary, examples.pointwise, examples.special}
 # Names of other JAX versions, what only sort comparators and uninitialised buffers use, and constraints and
-# what stands between loops and the rest (both tested where they are made).
+# gates and what stands between loops and the rest (tested where they are made).
 UNSEEN = {"copy_p", "empty", "eq_to", "le_to", "log2", "lt_to", "mulhi", "one_minus_square", "pin", "polynomial", "random_gamma_grad"}
-UNSEEN |= BOUNDARY
+UNSEEN |= BOUNDARY | {GATE}
 
 
 @pytest.fixture(autouse=True)

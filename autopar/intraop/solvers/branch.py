@@ -159,15 +159,15 @@ class Branch:
         """Whether the deadline has passed."""
         return time.monotonic() >= self.deadline
 
-    def relax(self) -> Point:
-        """The relaxation with every memory row that it violates."""
+    def relax(self, excess: float = 0.0) -> Point:
+        """The relaxation with every memory row that it violates by more than a share of `excess`."""
         if self.large and self.scaled.times:
-            return self.relax_inside()
+            return self.relax_inside(excess)
         solver, point = self.relax_once(self.model.upper)
-        while times := self.violated(point.values):
+        while times := self.violated(point.values, excess):
             self.scaled.times += times
             if self.large:
-                return self.relax_inside()
+                return self.relax_inside(excess)
             self.scaled.add_rows(solver, [self.scaled.memory_row(at) for at in times])
             point = self.run_relaxation(solver, self.model.upper)
         return point
@@ -183,11 +183,11 @@ class Branch:
         solver = self.scaled.fresh(np.zeros_like(upper), upper, integers=False)
         return solver, self.run_relaxation(solver, upper)
 
-    def relax_inside(self) -> Point:
+    def relax_inside(self, excess: float = 0.0) -> Point:
         """The same by the interior point method, as dual simplex takes minutes with memory rows. Nothing here needs a vertex."""
         while True:
             point = self.run_inside()
-            times = self.violated(point.values)
+            times = self.violated(point.values, excess)
             self.log(f"interior point: at least {point.value:.9g} with {len(self.scaled.times)} memory rows, {len(times)} more violated")
             if not times:
                 return point
@@ -374,13 +374,13 @@ class Branch:
         result[self.problem.offsets[:-1] + choice_of(self.problem, values)] = 1.0
         return result
 
-    def violated(self, values: Floats) -> list[int]:
-        """Times to add a memory row for."""
+    def violated(self, values: Floats, excess: float = 0.0) -> list[int]:
+        """Times to add a memory row for: those that miss the limit by more than a share of `excess`, or by a tolerance."""
         limit = float(values[-1]) * self.scaled.byte_unit if self.peak else self.limit
         if not np.isfinite(limit):
             return []
         usage = self.memory.usage(self.openings.lowered(values)[: self.columns])
-        return self.memory.worst_times(usage, limit * (1 + 1e-9), set(self.scaled.times))
+        return self.memory.worst_times(usage, limit * (1 + max(excess, 1e-9)), set(self.scaled.times))
 
     def offer(self, values: Floats) -> None:
         """Makes an answer of a point, fractional or not, by rounding strategies and repairing what that breaks; the best is kept."""

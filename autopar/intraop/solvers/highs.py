@@ -12,7 +12,7 @@ from autopar.errors import CheckError, SolverError
 from autopar.intraop.evaluate import Infeasible, allowed_bytes, choice_of, evaluate
 from autopar.intraop.presolve import Lift, presolve
 from autopar.intraop.solvers.ascent import ascend
-from autopar.intraop.solvers.branch import Branch, Log, Unsatisfiable
+from autopar.intraop.solvers.branch import Branch, Log, OutOfTime, Unsatisfiable
 from autopar.intraop.solvers.memory import memory_rows
 from autopar.intraop.solvers.programme import programme
 from autopar.intraop.solvers.room import excluded_by_memory
@@ -41,11 +41,14 @@ LARGE_CELLS, ASCENT_SHARE, LONGEST_ASCENT_S, LONGEST_SEARCH_S = 500_000, 0.5, 60
 """Above so many cells dual ascent comes first, for a share of the time limit, and each of its local searches ends after a while."""
 
 
-def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 1e-6, log: Log | None = None) -> Solution:
+def solve(
+    problem: Problem, *, time_limit_s: float | None = None, gap: float = 1e-6, log: Log | None = None, least: bool = True
+) -> Solution:
     """The cheapest answer that fits, proven within the relative `gap`.
 
     `time_limit_s` ends the search with status `time_limit` and the best answer so far; `SolverError` where there is none yet.
-    Raises `Infeasible` with the least peak where no answer fits. Whatever HiGHS says, the answer is re-evaluated on `problem`.
+    Raises `Infeasible` where no answer fits, with the least peak if `least` asks for it. Whatever HiGHS says, the answer is
+    re-evaluated on `problem`.
     """
     begin = time.monotonic()
     deadline = np.inf if time_limit_s is None else begin + time_limit_s
@@ -55,7 +58,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, gap: float = 1
         log(f"{len(problem.node_costs)} nodes, {len(smaller.node_costs)} of them decide; {len(smaller.edges)} edges")
         solution = _solved(smaller, gap, deadline, log)
     except Unsatisfiable:
-        raise _infeasible(problem, deadline, log) from None
+        raise (_infeasible(problem, deadline, log) if least else Infeasible("no choice fits", proven=False)) from None
     if solution is None:
         raise SolverError(f"no answer within {time_limit_s} s. Give more time with `time_limit_s`, or a larger budget.")
     lifted = replace(lift(solution), seconds=time.monotonic() - begin)
@@ -93,7 +96,8 @@ def _solved(problem: Problem, gap: float, deadline: float, log: Log) -> Solution
     best, size = branch.best, branch.model.matrix.shape
     status: Status = "optimal" if branch.closed else "time_limit" if branch.late else "feasible"
     bound = min(branch.bound, best.value)
-    return Solution(best.choice, best.side, best.value, bound, status, variables=size[1], constraints=size[0] + len(branch.scaled.times))
+    rows = len(branch.scaled.times)
+    return Solution(best.choice, best.side, best.value, bound, status, variables=size[1], constraints=size[0] + rows, memory_rows=rows)
 
 
 def _is_large(problem: Problem) -> bool:
@@ -158,6 +162,25 @@ class _Best:
             return None
         size = (0, 0) if branch is None else branch.model.matrix.shape
         return replace(self.solution, bound=bound, status=status, variables=size[1], constraints=size[0])
+
+
+def relaxed(
+    problem: Problem, *, excess: float = 0.0, time_limit_s: float | None = None, log: Log | None = None
+) -> tuple[Floats, float] | None:
+    """The relaxation of a problem under its budget: a value per strategy, in shares, and a bound of the objective.
+
+    The budget may be missed by a share of `excess` at some times. None where there was no time. Raises `Infeasible` where not even a
+    mixture of answers fits.
+    """
+    deadline = np.inf if time_limit_s is None else time.monotonic() + time_limit_s
+    branch = _least_seconds(problem, 1.0, deadline, log or _silent)
+    try:
+        point = branch.relax(excess)
+    except Unsatisfiable:
+        raise Infeasible("no mixture of answers fits the budget") from None
+    except OutOfTime:
+        return None
+    return point.values[: problem.num_choices], point.value
 
 
 def minimum_peak(problem: Problem, *, time_limit_s: float | None = None, log: Log | None = None) -> tuple[float, Solution]:

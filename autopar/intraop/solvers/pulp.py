@@ -31,11 +31,13 @@ def solve(
     time_limit_s: float | None = None,
     gap: float = 1e-6,
     log: Callable[[str], None] | None = None,
+    least: bool = True,
     solver: pulp.LpSolver | None = None,
 ) -> Solution:
     """The cheapest answer that fits, from CBC or any PuLP solver given (which then keeps its own gap and time limit).
 
-    The bound of an answer that is not optimal is -inf: PuLP does not pass it on. Raises `Infeasible` with the least peak.
+    The bound of an answer that is not optimal is -inf: PuLP does not pass it on. Raises `Infeasible`, with the least peak if `least`
+    asks for it.
     """
     begin = time.monotonic()
     statement = _state(problem)
@@ -45,13 +47,22 @@ def solve(
     statement.model.setObjective(statement.seconds)
     values, proven = _run(statement, solver or _cbc(time_limit_s, gap), log)
     if values is None:
-        raise _infeasible(problem, solver, time_limit_s, log)
+        raise _infeasible(problem, solver, time_limit_s, log) if least else Infeasible("no choice fits", proven=False)
     choice, side = values
     objective = evaluate(problem, choice, side).objective
     bound, status = (objective - gap * abs(objective) if proven else -np.inf), _status(proven)
     variables, constraints = statement.model.numVariables(), statement.model.numConstraints()
+    rows = 0 if budget is None else len(statement.live)
     solution = Solution(
-        choice, side, objective, bound, status, variables=variables, constraints=constraints, seconds=time.monotonic() - begin
+        choice,
+        side,
+        objective,
+        bound,
+        status,
+        variables=variables,
+        constraints=constraints,
+        memory_rows=rows,
+        seconds=time.monotonic() - begin,
     )
     return checked(problem, solution, pulp.value(statement.seconds) * statement.time_unit)
 

@@ -1,0 +1,202 @@
+"""What to make again instead of keeping it from forward to backward: the relaxation of a programme that may do either.
+
+In the doubled graph (`trace/recompute.py`) each value of forward has a twin, made again late, which may be left out; late users
+take either. A class of equal layers that the relaxation makes again in part is made again in as many of its members, the first of
+forward before the others. What is then made again is as fixed as the rest of the program, and planned like it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+from autopar.costs import MATMULS, Pricer, is_fusible, is_reduction
+from autopar.errors import SolverError
+from autopar.intraop.clusters import is_elementwise
+from autopar.intraop.connect import fed_by_state
+from autopar.intraop.enumerate import Pins, Shape, enumerate_problem
+from autopar.intraop.solvers.branch import Log
+from autopar.intraop.solvers.highs import minimum_peak, relaxed
+from autopar.ir.graph import Graph, Op
+from autopar.ir.problem import Floats, Ints
+from autopar.trace.recompute import Doubled, doubled, recompute, repeatable
+
+MODES = ("auto", "none", "dots", "full")
+
+RISE = 1.2
+"""A place is narrow where more than so many times its bytes live on both sides of it."""
+
+DEEP = 1.5
+"""A narrow place with more than so many times the bytes of the one before or after it is none."""
+
+SHARE = 1e-3
+"""A share of a class below this is a tolerance, not a layer."""
+
+EXCESS = 0.01
+"""Share by which the relaxation may miss the budget: it is asked for less than there is."""
+
+LEAST = 1.0
+"""Bytes: a budget under which every value matters."""
+
+_KEPT = MATMULS | {"sort", "top_k", "cholesky", "eigh", "svd", "qr", "lu", "fft", "pallas_call", "custom_call"}
+"""Ops that are not run again where only what is cheap is."""
+
+
+class Variants:
+    """The program as it is, and with values of forward made again; `fold` makes the shape of a graph."""
+
+    def __init__(self, graph: Graph, fold: Callable[[Graph], Shape], mode: str = "none"):
+        self.graph, self.fold, self.mode = graph, fold, mode
+        self._shapes: dict[frozenset[int], Shape] = {}
+
+    def shape(self, values: frozenset[int] = frozenset()) -> Shape:
+        """The shape of the program that makes these values again."""
+        if values not in self._shapes:
+            self._shapes[values] = self.fold(recompute(self.graph, values))
+        return self._shapes[values]
+
+    @cached_property
+    def asked(self) -> frozenset[int]:
+        """The values that the mode makes again, whatever memory there is."""
+        return {"dots": self.cheap, "full": self.every}.get(self.mode, frozenset)()
+
+    def every(self) -> frozenset[int]:
+        """All that can be made again between the narrow places."""
+        return repeatable(self.graph) - borders(self.shape())
+
+    def cheap(self) -> frozenset[int]:
+        """The same without the results of matmuls that hold weights, and of other ops that are dear."""
+        dear = {r for op in self.graph.ops if op.primitive in _KEPT and not _is_batched(op) for r in op.results}
+        return self.every() - dear
+
+    @cached_property
+    def doubled(self) -> tuple[Doubled, Shape]:
+        """The program in which all of `every` may be made again."""
+        found = doubled(self.graph, borders(self.shape()))
+        return found, self.fold(found.graph)
+
+
+def _is_batched(op: Op) -> bool:
+    """Whether an op multiplies activations, as attention does, whose results are larger than what they are made of."""
+    return op.primitive == "dot_general" and bool(op.param("dimension_numbers")[1][0])
+
+
+def borders(shape: Shape) -> frozenset[int]:
+    """The forward values that cross the program's narrow places, such as the residual stream between the blocks of a transformer.
+
+    A narrow place is a valley of the bytes that live between one forward op and the next, with more than `RISE` times as many on
+    both sides. What depends on state and constants alone does not count, nor what fusions make of other values that live there.
+    """
+    places = _Places(shape)
+    crossing = [places.crossing(n) for n in places.dear]
+    height = [float(sum(shape.graph.avals[v].nbytes for v in values)) for values in crossing]
+    return frozenset(v for n in _valleys(height) for v in crossing[n])
+
+
+class _Places:
+    """The places just before each forward op that is no part of a fusion; ops are counted in forward only."""
+
+    def __init__(self, shape: Shape):
+        graph = self.graph = shape.graph
+        self.fixed = fed_by_state(graph, shape.carried) | graph.free | frozenset(graph.inputs)
+        forward = [i for i, op in enumerate(graph.ops) if op.phase == "forward"]
+        self.cheap = [is_reduction(graph.ops[i]) or is_fusible(graph.ops[i], is_elementwise(shape.rules[i])) for i in forward]
+        self.dear = [n for n, cheap in enumerate(self.cheap) if not cheap]
+        self.made = {r: n for n, i in enumerate(forward) for r in graph.ops[i].results}
+        self.ops = [graph.ops[i] for i in forward]
+        step = {i: n for n, i in enumerate(forward)}
+        self.last = {r: max((step[u] for u, _ in graph.uses.get(r, ()) if u in step), default=-1) for r in self.made}
+        self.ends: dict[int, list[int]] = {}
+        for r, n in self.last.items():
+            if n >= 0 and r not in self.fixed:
+                self.ends.setdefault(n, []).append(r)
+        self.alive: set[int] = set()
+        self.reached = 0
+
+    def crossing(self, n: int) -> list[int]:
+        """Values made before op n and read there or after, as few as the others follow from. Places are asked for in order."""
+        for m in range(self.reached, n):
+            self.alive.update(r for r in self.ops[m].results if r not in self.fixed and self.last[r] > m)
+            self.alive.difference_update(self.ends.get(m, ()))
+        self.reached = n
+        known: dict[int, bool] = {}
+        return sorted(v for v in self.alive if not self._follows(v, known))
+
+    def _follows(self, value: int, known: dict[int, bool]) -> bool:
+        """Whether a value is made by fusions of others that live here."""
+        if value not in known:
+            n = self.made[value]
+            inputs = [o for o in self.ops[n].inputs if o not in self.fixed]
+            known[value] = self.cheap[n] and all(o in self.alive or self._follows(o, known) for o in inputs)
+        return known[value]
+
+
+def _valleys(height: Sequence[float]) -> list[int]:
+    """Positions of the lowest points between one rise by the factor `RISE` and the next, without those high above the next ones."""
+    found, falling, low, high = [], False, 0, 0
+    for p, here in enumerate(height):
+        if falling:
+            low = p if here < height[low] else low
+            if here > RISE * height[low]:
+                found.append(low)
+                falling, high = False, p
+        else:
+            high = p if here > height[high] else high
+            if RISE * here < height[high]:
+                falling, low = True, p
+    beside = [min(height[found[max(0, n - 1)]], height[found[min(n + 1, len(found) - 1)]]) for n in range(len(found))]
+    return [p for p, lowest in zip(found, beside, strict=True) if height[p] <= DEEP * lowest]
+
+
+def made_again(
+    variants: Variants, pricer: Pricer, budget: float, pins: Pins, time_limit_s: float | None, log: Log
+) -> tuple[frozenset[int], float] | None:
+    """The values that had better be made again on this mesh, and about how many seconds the step then takes; None where time was short.
+
+    Raises `Infeasible` where nothing fits the budget even so.
+    """
+    doubled, shape = variants.doubled
+    problem, _ = enumerate_problem(shape, pricer, budget, pins, doubled=doubled)
+    found = relaxed(problem, excess=EXCESS, time_limit_s=time_limit_s, log=log)
+    if found is None:
+        return None
+    shares, seconds = found
+    return _values(shape, doubled, _counts(shape, doubled, problem.offsets, shares)), seconds
+
+
+def least_held(variants: Variants, pricer: Pricer, pins: Pins, time_limit_s: float | None) -> frozenset[int]:
+    """What to make again, or not, so that the peak is as low as it can be; of a class of equal layers all or none."""
+    doubled, shape = variants.doubled
+    problem, _ = enumerate_problem(shape, pricer, LEAST, pins, doubled=doubled)
+    try:
+        _, solution = minimum_peak(problem, time_limit_s=time_limit_s)
+    except SolverError:
+        return variants.every()
+    counts = {c: len(shape.folded.members[c]) for c in _optional(shape, doubled) if solution.choice[c]}
+    return _values(shape, doubled, counts)
+
+
+def _optional(shape: Shape, doubled: Doubled) -> list[int]:
+    """The classes of what is made again, if it is."""
+    return [c for c, members in enumerate(shape.folded.members) if shape.clusters[members[0]].ops[0] in doubled.added]
+
+
+def _counts(shape: Shape, doubled: Doubled, offsets: Ints, shares: Floats) -> Mapping[int, int]:
+    """Class of what may be left out -> how many of its members are made again."""
+    found = {}
+    for c in _optional(shape, doubled):
+        share = 1.0 - float(shares[int(offsets[c])])
+        found[c] = math.ceil((share - SHARE) * len(shape.folded.members[c])) if share > SHARE else 0
+    return found
+
+
+def _values(shape: Shape, doubled: Doubled, counts: Mapping[int, int]) -> frozenset[int]:
+    """The values that stand for these members, by their numbers before doubling. Late in backward is early in forward."""
+    graph = doubled.graph
+    found: set[int] = set()
+    for c, count in counts.items():
+        members = shape.folded.members[c]
+        for m in members[len(members) - count :]:
+            found.update(doubled.origin[r] for i in shape.clusters[m].ops for r in graph.ops[i].results if r in doubled.origin)
+    return frozenset(found)
