@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import cost_models
 from autopar import rules
 from autopar.api.clusters import ClusterLike, resolve_cluster
-from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes
+from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes, without_collector
 from autopar.emit.manual import partition_spec
 from autopar.errors import PlanError, UsageError
 from autopar.ir.check import check_plan
@@ -269,7 +269,8 @@ def timed_trace(
 ) -> tuple[Traced, float]:
     """The traced function, and the seconds that tracing took."""
     begin = time.perf_counter()
-    traced = trace(function, args, kwargs, options.static_argnums, options.static_argnames, axes)
+    with without_collector():
+        traced = trace(function, args, kwargs, options.static_argnums, options.static_argnames, axes)
     return traced, time.perf_counter() - begin
 
 

@@ -17,7 +17,7 @@ from autopar.intraop.evaluate import Infeasible, evaluate, live_at
 from autopar.intraop.lift import lift
 from autopar.intraop.networks import tighten
 from autopar.intraop.price import Price, price_plan
-from autopar.intraop.remat import Variants, least_held, made_again
+from autopar.intraop.remat import Advice, Variants, least_held
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ShardingPlan, Solve
 from autopar.ir.problem import Problem, Solution
@@ -160,24 +160,27 @@ def choose_with(
     if variants.mode != "auto" or budget is None:
         return plan(variants.asked, True)
     every = variants.every()
-    try:
-        best: Chosen | None = plan(frozenset(), not every)
-    except InfeasibleError:
-        if not every:
-            raise
-        best = None
+    best: Chosen | None = None
+    if not every or variants.held_at_least(pricer.mesh.num_devices) <= budget:
+        try:
+            best = plan(frozenset(), not every)
+        except InfeasibleError:
+            if not every:
+                raise
     if best is not None and not (best.memory_rows and every):
         return best
+    advice = Advice(variants, pricer, budget, pins, options.time_limit_s)
     for share in MARGINS:
         progress(f"mesh {pricer.mesh}: what to make again under {share:.0%} of the memory")
         try:
-            found = made_again(variants, pricer, share * budget, pins, options.time_limit_s, lambda line: None)
-            values, seconds = found or (every, 0.0)
+            values, seconds = advice.values(share)
             if best is not None and seconds > best.price.total_s * (1 - WORTHWHILE):
                 return best
             again = plan(values, False)
         except (Infeasible, InfeasibleError):
             continue
+        except SolverError:
+            break
         return again if best is None or again.price.total_s < best.price.total_s else best
     if best is not None:
         return best

@@ -17,6 +17,7 @@ from autopar.intraop.networks import EARLY, LATE, Member, Network, Opening, Side
 from autopar.intraop.reshard import border_shardings
 from autopar.intraop.space import Space, build_space
 from autopar.intraop.states import StateGraph, state_graph
+from autopar.ir.dtypes import accumulation_dtype, itemsize
 from autopar.ir.graph import Aval, Constant, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.problem import Floats, Problem, Usage
@@ -110,18 +111,30 @@ def enumerate_problem(
     pins: Pins | None = None,
     layered: bool = True,
     doubled: Doubled | None = None,
+    only: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Problem, Layout]:
     """The intra-op programme on `pricer.mesh`, priced, with its layout.
 
     `pins` restricts the shardings of graph inputs, by value. `layered` lets conversions be made again for backward. With `doubled`,
     whose graph is that of `shape`, late users take a value as it was kept or made again, and the first choice of what may
-    be left out is that it is: such a problem says what to make again, and has no plan.
+    be left out is that it is: such a problem says what to make again, and has no plan. With `only` each node has but these
+    choices of the whole problem, beside being left out.
     """
-    return _Enumerator(shape, pricer, budget, dict(pins or {}), layered, doubled).run()
+    return _Enumerator(shape, pricer, budget, dict(pins or {}), layered, doubled, only).run()
 
 
 class _Enumerator:
-    def __init__(self, shape: Shape, pricer: Pricer, budget: float | None, pins: dict[int, Any], layered: bool, doubled: Doubled | None):
+    def __init__(
+        self,
+        shape: Shape,
+        pricer: Pricer,
+        budget: float | None,
+        pins: dict[int, Any],
+        layered: bool,
+        doubled: Doubled | None,
+        only: Sequence[Sequence[int]] | None,
+    ):
+        self.only = only
         self.twin = {} if doubled is None else doubled.twin
         self.first = {w: v for v, w in self.twin.items()}
         spare = frozenset() if doubled is None else doubled.added | doubled.idle
@@ -133,9 +146,16 @@ class _Enumerator:
         every = sum(a.nbytes for a in self.graph.avals) / self.mesh.num_devices
         self.small = min(budget, every) / 1e3 / max(1, len(self.graph.avals)) if budget else np.inf
         self.tied = {o: self.graph.inputs[i] for i, o in shape.carried}
+        self.olds: dict[int, list[int]] = {}
+        for k, o in enumerate(self.graph.outputs):
+            if isinstance(o, int) and k in self.tied:
+                self.olds.setdefault(o, []).append(self.tied[k])
         self.vectors: dict[Any, Vector] = {}
         self.interned: dict[Vector, Vector] = {}
         self.nbytes: dict[Any, Floats] = {}
+        self.alone: dict[int, TensorSharding | None] = {}
+        self.known: dict[int, tuple[int, Member]] = {}
+        self.parts: dict[int, tuple[Floats, Floats]] = {}
         self.graphs: dict[Any, StateGraph] = {}
         ops = self.graph.ops
         self.rounds = {ops[j].operands[0]: ops[i].results[0] for i, j in self.graph.goes_round if ops[j].primitive == "loop_exit"}
@@ -169,11 +189,12 @@ class _Enumerator:
         """Seconds of a class by choice, times its members."""
         members = self.shape.folded.members[c]
         cluster, space = self.shape.clusters[members[0]], self.spaces[c]
+        choices = range(len(space)) if self.only is None else self.only[c]
         if space.single:
             i = cluster.ops[0]
-            seconds = [self.op_seconds(i, s) for s in space.single]
+            seconds = [self.op_seconds(i, space.single[s]) for s in choices]
         else:
-            seconds = self._merged_cost(cluster, space)
+            seconds = self._merged_cost(cluster, space, choices)
         seconds = [0.0, *seconds] if c in self.optional else seconds
         return np.array(seconds, dtype=np.float64) * len(members)
 
@@ -189,9 +210,9 @@ class _Enumerator:
             charges.writes[i],
         )
 
-    def _merged_cost(self, cluster: Cluster, space: Space) -> list[float]:
+    def _merged_cost(self, cluster: Cluster, space: Space, choices: Sequence[int]) -> list[float]:
         """A merged cluster's ops priced one by one, equal ops once."""
-        total = [0.0] * len(space)
+        total = [0.0] * len(choices)
         groups: dict[Any, tuple[int, int, int]] = {}
         for j, i in enumerate(cluster.ops):
             charged = (self.shape.charges.reads[i], self.shape.charges.writes[i])
@@ -200,8 +221,8 @@ class _Enumerator:
             first, position, count = groups.get(key, (i, j, 0))
             groups[key] = (first, position, count + 1)
         for i, j, count in groups.values():
-            for s in range(len(space)):
-                total[s] += count * self.op_seconds(i, space.strategy(j, s))
+            for n, s in enumerate(choices):
+                total[n] += count * self.op_seconds(i, space.strategy(j, s))
         return total
 
     def _avals(self, i: int) -> Any:
@@ -218,6 +239,7 @@ class _Enumerator:
         def node(kind: Hashable, shardings: tuple[TensorSharding, ...]) -> int:
             if kind not in kinds:
                 kinds[kind] = len(node_costs)
+                shardings = shardings if self.only is None else tuple(shardings[s] for s in self.only[len(node_costs)])
                 self.borders[len(node_costs)] = shardings
                 node_costs.append(np.zeros(len(shardings)))
             return kinds[kind]
@@ -246,7 +268,10 @@ class _Enumerator:
     def _vector(self, key: tuple[Any, ...], make: Any) -> Vector:
         found = self.vectors.get(key)
         if found is None:
-            made = (None, *make()) if key[0] != "border" and key[1] in self.optional else make()
+            made = make()
+            if key[0] != "border":
+                made = made if self.only is None else tuple(made[s] for s in self.only[key[1]])
+                made = (None, *made) if key[1] in self.optional else made
             found = self.vectors[key] = self.interned.setdefault(made, made)
         return found
 
@@ -305,8 +330,8 @@ class _Enumerator:
         kinds: dict[Hashable, list[tuple[int, _Value, list[tuple[int, Vector, int]]]]] = {}
         for v, value in values.items():
             for wanted in () if v in self.first else self._groups(v, value):
-                aval, layers = self.graph.avals[v], self._layers(v, value, wanted)
                 users = sorted(wanted, key=lambda u: (u[0], u[2], id(u[1])))
+                aval, layers = self.graph.avals[v], self._layers(v, value, users)
                 needs = tuple((n, id(w), k) for n, w, k in users)
                 times = self.graph.value_times(v)
                 again = value.again and (value.again[0], id(value.again[1]))
@@ -328,10 +353,17 @@ class _Enumerator:
     def _same(self, value: _Value, user: tuple[int, Vector, int]) -> bool:
         node, vector, layer = user
         if node == value.node:
-            return vector == value.vector
+            return vector is value.vector  # equal vectors are one
         if value.again is not None and layer == LATE:
             return False
-        return len(set(vector)) == 1 and set(vector) == set(value.vector)
+        alone = self._alone(vector)
+        return alone is not None and alone == self._alone(value.vector)
+
+    def _alone(self, vector: Vector) -> TensorSharding | None:
+        """The one sharding of a vector that has no other."""
+        if id(vector) not in self.alone:
+            self.alone[id(vector)] = vector[0] if all(s == vector[0] for s in vector) else None
+        return self.alone[id(vector)]
 
     def _layers(self, v: int, value: _Value, wanted: Sequence[tuple[int, Vector, int]]) -> int:
         """Two layers where a value that matters to memory is converted for late uses long after it is made or read early."""
@@ -341,6 +373,14 @@ class _Enumerator:
         return 2 if member.late > member.early + 2 or value.again is not None else 1
 
     def _member(self, v: int, value: _Value, users: Sequence[tuple[int, Vector, int]]) -> Member:
+        """What these users do with a value; remembered, as it is asked for more than once."""
+        count, member = self.known.get(v, (0, None))
+        if member is None or count != len(users) or v not in self.graph.producer:
+            member = self._met(v, value, users)
+            self.known[v] = len(users), member
+        return member
+
+    def _met(self, v: int, value: _Value, users: Sequence[tuple[int, Vector, int]]) -> Member:
         made = self.graph.producer.get(v, -1)
         early = [self.graph.reach(v, i) for u in users if u[2] == EARLY for i, _ in value.users[u]]
         late = [self.graph.reach(v, i) for u in users if u[2] == LATE for i, _ in value.users[u]]
@@ -408,8 +448,17 @@ class _Enumerator:
         """Bytes on one device by choice."""
         key = (id(vector), aval.shape, aval.dtype)
         if key not in self.nbytes:
-            self.nbytes[key] = np.array([0 if s is None else s.local_bytes(aval, self.mesh, self.pricer.as_written) for s in vector], float)
+            shards, summed = self._parts(vector)
+            wide = itemsize(aval.dtype if self.pricer.as_written else accumulation_dtype(aval.dtype))
+            self.nbytes[key] = aval.size / shards * np.where(summed, wide, itemsize(aval.dtype))
         return self.nbytes[key]
+
+    def _parts(self, vector: Vector) -> tuple[Floats, Floats]:
+        """By choice: into how many parts a value is cut (infinitely many where it is not there), and whether it is a partial sum."""
+        if id(vector) not in self.parts:
+            shards = [np.inf if s is None else s.shards(self.mesh) for s in vector]
+            self.parts[id(vector)] = np.array(shards, np.float64), np.array([s is not None and s.is_sum for s in vector])
+        return self.parts[id(vector)]
 
     def _in_memory(self, v: int) -> bool:
         p = self.graph.producer.get(v)
@@ -444,9 +493,8 @@ class _Enumerator:
         """Whether a value is the state's next one, written over the old one where nobody reads that any more."""
         if not self.shape.donated or v not in self.graph.output_values:
             return False
-        olds = [self.tied[k] for k, o in enumerate(self.graph.outputs) if o == v and k in self.tied]
         made = self.graph.producer[v]
-        return any(max((i for i, _ in self.graph.uses.get(old, ())), default=-1) <= made for old in olds)
+        return any(max((i for i, _ in self.graph.uses.get(old, ())), default=-1) <= made for old in self.olds.get(v, ()))
 
 
 def layer_of(graph: Graph, use: Use) -> int:

@@ -20,6 +20,8 @@ from autopar.ir.sharding import TensorSharding
 Vector = tuple[TensorSharding | None, ...]
 Use = tuple[int, int]
 EARLY, LATE = 0, 1
+FEW = 4
+"""States of a network up to which only cheapest ways between two of them are looked at: with more, a way by a third may serve two users."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class Network:
         """The states in which the value may come in."""
         vectors = (self.vector, self.again[1] if self.again else ())
         return frozenset(self.graph.index[s] for vector in vectors for s in vector if s is not None)
+
+    @property
+    def targets(self) -> frozenset[int]:
+        """The states in which users need it."""
+        return frozenset(self.graph.index[s] for u in self.users for s in u.vector if s is not None)
 
 
 def _there(sharding: TensorSharding | None) -> TensorSharding:
@@ -209,11 +216,11 @@ def tighten(network: Network, openings: Sequence[Opening], choice: Sequence[int]
 def _openings(network: Network, builder: SideBuilder, counted: bool) -> tuple[Opening, ...]:
     """The arcs of a network. One user's flow takes a cheapest path by itself, unless forms are `counted` in memory: then it could split."""
     g, count = network.graph, len(network.members)
-    sources = network.sources
+    sources, targets = network.sources, network.targets
     if len(network.users) == 1:
-        arcs = g.useful(sources, frozenset(g.index[s] for s in network.users[0].vector if s is not None))
+        arcs = g.useful(sources, targets)
     else:
-        arcs = g.lean
+        arcs = g.lean if len(sources | targets) > FEW else g.useful(sources | targets, targets)
     whole = counted or len(network.users) > 1 or network.layers == 2
     found = []
     used = {a.head for a in arcs} | sources

@@ -11,15 +11,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
+
 from autopar.costs import MATMULS, Pricer, is_fusible, is_reduction
 from autopar.errors import SolverError
 from autopar.intraop.clusters import is_elementwise
 from autopar.intraop.connect import fed_by_state
 from autopar.intraop.enumerate import Pins, Shape, enumerate_problem
-from autopar.intraop.solvers.branch import Log
 from autopar.intraop.solvers.highs import minimum_peak, relaxed
 from autopar.ir.graph import Graph, Op
-from autopar.ir.problem import Floats, Ints
+from autopar.ir.problem import Floats, Ints, Problem
 from autopar.trace.recompute import Doubled, doubled, recompute, repeatable
 
 MODES = ("auto", "none", "dots", "full")
@@ -35,6 +36,9 @@ SHARE = 1e-3
 
 EXCESS = 0.01
 """Share by which the relaxation may miss the budget: it is asked for less than there is."""
+
+ROUGHLY = 0.95
+"""Share of the budget for which shardings are sought that are only weighed by: they may need all of it."""
 
 LEAST = 1.0
 """Bytes: a budget under which every value matters."""
@@ -60,6 +64,15 @@ class Variants:
     def asked(self) -> frozenset[int]:
         """The values that the mode makes again, whatever memory there is."""
         return {"dots": self.cheap, "full": self.every}.get(self.mode, frozenset)()
+
+    def held_at_least(self, devices: int) -> float:
+        """Bytes on a device that the program needs as it is, however it is cut: the state, and what forward keeps for later."""
+        graph = self.graph
+        late = {o for op in graph.ops if op.phase != "forward" for o in op.inputs}
+        kept = list(graph.inputs)
+        for op, writes in zip(graph.ops, self.shape().charges.writes, strict=True):
+            kept += [op.results[k] for k in writes if op.phase == "forward" and op.results[k] in late]
+        return sum(graph.avals[v].nbytes for v in kept) / devices
 
     def every(self) -> frozenset[int]:
         """All that can be made again between the narrow places."""
@@ -149,20 +162,37 @@ def _valleys(height: Sequence[float]) -> list[int]:
     return [p for p, lowest in zip(found, beside, strict=True) if height[p] <= DEEP * lowest]
 
 
-def made_again(
-    variants: Variants, pricer: Pricer, budget: float, pins: Pins, time_limit_s: float | None, log: Log
-) -> tuple[frozenset[int], float] | None:
-    """The values that had better be made again on this mesh, and about how many seconds the step then takes; None where time was short.
+class Advice:
+    """What had better be made again on one mesh under a budget.
 
-    Raises `Infeasible` where nothing fits the budget even so.
+    A first relaxation finds shardings for the program that makes everything again; a second one, with no others, weighs what it saves
+    to keep a value against the memory that it takes.
     """
-    doubled, shape = variants.doubled
-    problem, _ = enumerate_problem(shape, pricer, budget, pins, doubled=doubled)
-    found = relaxed(problem, excess=EXCESS, time_limit_s=time_limit_s, log=log)
-    if found is None:
-        return None
-    shares, seconds = found
-    return _values(shape, doubled, _counts(shape, doubled, problem.offsets, shares)), seconds
+
+    def __init__(self, variants: Variants, pricer: Pricer, budget: float, pins: Pins, time_limit_s: float | None):
+        self.variants, self.pricer, self.budget, self.pins, self.time_limit_s = variants, pricer, budget, pins, time_limit_s
+
+    @cached_property
+    def choices(self) -> tuple[tuple[int, ...], ...]:
+        """Strategies worth a thought for each node of the program that makes everything again. Raises `Infeasible` if nothing fits."""
+        _, shape = self.variants.doubled
+        problem, _ = enumerate_problem(shape, self.pricer, ROUGHLY * self.budget, self.pins)
+        shares, _ = self._relaxed(problem, 1.0 - ROUGHLY)
+        nodes = np.split(shares, problem.offsets[1:-1])
+        return tuple(tuple(int(s) for s in np.flatnonzero(node > SHARE)) for node in nodes)
+
+    def values(self, share: float) -> tuple[frozenset[int], float]:
+        """What to make again under a share of the budget, and about how many seconds a step then takes. Raises `Infeasible`."""
+        doubled, shape = self.variants.doubled
+        problem, _ = enumerate_problem(shape, self.pricer, share * self.budget, self.pins, doubled=doubled, only=self.choices)
+        shares, seconds = self._relaxed(problem, EXCESS)
+        return _values(shape, doubled, _counts(shape, doubled, problem.offsets, shares)), seconds
+
+    def _relaxed(self, problem: Problem, excess: float) -> tuple[Floats, float]:
+        found = relaxed(problem, excess=excess, time_limit_s=self.time_limit_s)
+        if found is None:
+            raise SolverError(f"no answer within {self.time_limit_s} s.")
+        return found
 
 
 def least_held(variants: Variants, pricer: Pricer, pins: Pins, time_limit_s: float | None) -> frozenset[int]:

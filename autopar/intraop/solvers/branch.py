@@ -26,6 +26,9 @@ DIVES = ((0.99, 1e-4, 10.0), (0.9999, 1e-3, 30.0))
 """Dives for an answer: a node with a strategy of at least this value keeps it; other columns of a reduced cost above this share of
 the relaxation are closed; seconds."""
 
+LEFT_TO_ANSWERS = 3e-3
+"""Share by which a large relaxation may miss the budget: a run to put that right costs more than the rows that answers will add."""
+
 FAILURES = 3
 """After so many spreads within which nothing fits, all columns are opened."""
 
@@ -116,7 +119,7 @@ class Branch:
         try:
             if self.unburdened():
                 return
-            relaxed = self.relax()
+            relaxed = self.relax(LEFT_TO_ANSWERS if self.large else 0.0)
         except OutOfTime:
             return
         self.bound = max(self.bound, relaxed.value)
