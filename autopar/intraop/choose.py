@@ -18,6 +18,7 @@ from autopar.intraop.lift import lift
 from autopar.intraop.networks import tighten
 from autopar.intraop.price import Price, price_plan
 from autopar.intraop.remat import Advice, Variants, least_held
+from autopar.intraop.solvers.highs import relaxed
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ShardingPlan, Solve
 from autopar.ir.problem import Problem, Solution
@@ -146,11 +147,13 @@ def choose_with(
     options: SolveOptions,
     progress: Progress,
     clock: Callable[[], float],
+    least: bool = True,
 ) -> Chosen:
     """The best plan on one logical mesh, with values made again as `variants.mode` says: where memory asks for it, if it is `auto`.
 
     What is made again comes from a relaxation under a little less than the budget, under less still where its answer does not fit
-    whole; what holds least is tried before nothing fits. Raises `InfeasibleError`.
+    whole. Where that fails, what holds least is tried and, if it does not fit either, named by `InfeasibleError`; without `least`
+    nothing more is tried.
     """
 
     def plan(values: frozenset[int], least: bool) -> Chosen:
@@ -158,12 +161,12 @@ def choose_with(
         return replace(found, recomputed=tuple(sorted(values)))
 
     if variants.mode != "auto" or budget is None:
-        return plan(variants.asked, True)
+        return plan(variants.asked, least)
     every = variants.every()
     best: Chosen | None = None
     if not every or variants.held_at_least(pricer.mesh.num_devices) <= budget:
         try:
-            best = plan(frozenset(), not every)
+            best = plan(frozenset(), least and not every)
         except InfeasibleError:
             if not every:
                 raise
@@ -184,6 +187,8 @@ def choose_with(
         return again if best is None or again.price.total_s < best.price.total_s else best
     if best is not None:
         return best
+    if not least:
+        raise InfeasibleError(f"no plan on mesh ({pricer.mesh}) that was looked for fits {budget:,.0f} bytes per device.")
     refused = []
     for values in dict.fromkeys((least_held(variants, pricer, pins, options.time_limit_s), every, frozenset[int]())):
         try:
@@ -204,37 +209,77 @@ def choose(
     clock: Callable[[], float],
     as_written: bool = False,
 ) -> tuple[Chosen, tuple[tuple[str, float], ...]]:
-    """The best plan over `meshes`, and the objective on each (infinite where none was found).
+    """The best plan over `meshes`, and the objective on each (infinite where none was found, a bound where it was passed over).
 
-    Raises the least bad `InfeasibleError` when none fits, `SolverError` when time ran out everywhere.
+    The mesh on which the program is fastest if memory does not matter comes first, and those on which even that is slower than a plan
+    that was found are passed over. Raises the least bad `InfeasibleError` when none fits, `SolverError` when time ran out everywhere.
     """
     found: list[Chosen] = []
-    tried: list[tuple[str, float]] = []
-    refused: list[InfeasibleError] = []
+    tried: dict[str, float] = {}
+    refused: list[LogicalMesh] = []
     unanswered: list[SolverError] = []
-    for mesh in meshes:
-        pricer = Pricer(cluster, mesh, as_written)
+
+    def attempt(mesh: LogicalMesh, least: bool) -> Chosen:
+        return choose_with(variants, Pricer(cluster, mesh, as_written), budget, pins(mesh), options, progress, clock, least)
+
+    bounds = {mesh: 0.0 for mesh in meshes}
+    if len(meshes) > 1:
+        for mesh in meshes:
+            bounds[mesh] = unburdened(variants, Pricer(cluster, mesh, as_written), pins(mesh), options)
+            progress(f"mesh {mesh}: at least {bounds[mesh] * 1e3:.3f} ms, whatever memory there is")
+    for mesh in sorted(meshes, key=lambda m: float(f"{bounds[m]:.4g}")):  # of equal ones the first
+        if found and bounds[mesh] > min(c.price.total_s for c in found) * (1 - options.gap):
+            tried[f"{mesh}, at least"] = bounds[mesh]
+            continue
         try:
-            chosen = choose_with(variants, pricer, budget, pins(mesh), options, progress, clock)
-        except InfeasibleError as error:
-            refused.append(error)
-            tried.append((str(mesh), float("inf")))
+            chosen = attempt(mesh, len(meshes) == 1)
+        except InfeasibleError:
+            if len(meshes) == 1:
+                raise
+            refused.append(mesh)
+            tried[str(mesh)] = float("inf")
             continue
         except SolverError as error:
             progress(f"mesh {mesh}: {error}")
             unanswered.append(error)
-            tried.append((str(mesh), float("inf")))
+            tried[str(mesh)] = float("inf")
             continue
         found.append(chosen)
-        tried.append((str(mesh), chosen.price.total_s))
+        tried[str(mesh)] = chosen.price.total_s
         progress(f"mesh {mesh}: {chosen.price.total_s * 1e3:.3f} ms, {chosen.solve.status}, gap {chosen.solve.gap:.2g}")
     if not found and unanswered:
         raise unanswered[0]
     if not found:
-        raise _smallest(refused)
+        found.append(_at_last(attempt, refused, options, clock))
+        tried[str(found[0].pricer.mesh)] = found[0].price.total_s
     best = min(found, key=lambda c: c.price.total_s)
     total = replace(best, enumerate_s=sum(c.enumerate_s for c in found), solve_s=sum(c.solve_s for c in found))
-    return total, tuple(tried)
+    return total, tuple(tried.items())
+
+
+def _at_last(
+    attempt: Callable[[LogicalMesh, bool], Chosen], meshes: Sequence[LogicalMesh], options: SolveOptions, clock: Callable[[], float]
+) -> Chosen:
+    """A plan that what holds least may still allow; else the least bad `InfeasibleError`, of as many meshes as there is time for."""
+    begin, refused = clock(), list[InfeasibleError]()
+    for mesh in meshes:
+        try:
+            return attempt(mesh, True)
+        except InfeasibleError as error:
+            refused.append(error)
+        if options.time_limit_s is not None and clock() - begin > options.time_limit_s:
+            break
+    raise _smallest(refused)
+
+
+def unburdened(variants: Variants, pricer: Pricer, pins: Pins, options: SolveOptions) -> float:
+    """Seconds that no plan on this mesh can be faster than, whatever memory there is; 0 where that is not known."""
+    problem, _ = enumerate_problem(variants.shape(variants.asked), pricer, None, pins)
+    try:
+        found = relaxed(problem, time_limit_s=options.time_limit_s)
+    except Infeasible:
+        return 0.0
+    return 0.0 if found is None else found[1]
 
 
 def _smallest(refused: Sequence[InfeasibleError]) -> InfeasibleError:
