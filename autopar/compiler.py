@@ -27,6 +27,8 @@ from autopar.ir.plan import Plan, Predicted, Timings
 from autopar.ir.rule import ShardingRule
 from autopar.ir.serialize import fingerprint, plain
 from autopar.ir.sharding import TensorSharding
+from autopar.report.fold import fold_ops
+from autopar.trace.recompute import recomputed_ops
 from autopar.trace.trace import Traced
 
 
@@ -190,7 +192,7 @@ def summarise(c: Compilation) -> Compilation:
         chosen.live,
         c.candidates,
         plain({k: v for k, v in asdict(c.options).items() if isinstance(v, (str, int, float, bool, tuple, type(None)))}),
-        c.traced.roles.notes,
+        (*c.traced.roles.notes, *_made_again(c)),
         jax.__version__,
         remat=c.options.remat if chosen.recomputed else "none",
         recomputed=chosen.recomputed,
@@ -226,6 +228,14 @@ def without_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _made_again(c: Compilation) -> tuple[str, ...]:
+    """What the plan makes again after forward, by place."""
+    assert c.chosen is not None and c.shape is not None
+    if not c.chosen.recomputed:
+        return ()
+    return tuple(f"made again after forward: {line}" for line in fold_ops(c.shape.graph, recomputed_ops(c.shape.graph)))
 
 
 def predict(c: Compilation) -> Predicted:

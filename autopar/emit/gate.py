@@ -7,6 +7,9 @@ pattern, NaNs and infinities included (`x + 0 * y` is not).
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import jax
@@ -21,11 +24,11 @@ def barrier_is_kept(platform: str) -> bool:
     return platform != "cpu" or tuple(int(p) for p in jax.__version__.split(".")[:2]) >= (0, 11)
 
 
-def gate(x: Any, after: Any, zero: Any, platform: str) -> Any:
-    """`x`, available only once `after` is. `zero` is an int32 zero that the compiler cannot know."""
+def gate(x: Any, after: Sequence[Any], zero: Any, platform: str) -> Any:
+    """`x`, available only once all of `after` are. `zero` is an int32 zero that the compiler cannot know."""
     if barrier_is_kept(platform) or x.dtype.itemsize not in _UNSIGNED or jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.optimization_barrier((x, after))[0]
-    token = _some_bit(after) & zero
+        return lax.optimization_barrier((x, *after))[0]
+    token = reduce(operator.or_, map(_some_bit, after)) & zero
     if x.dtype == bool:
         return x | (token != 0)
     bits = _UNSIGNED[x.dtype.itemsize]

@@ -24,6 +24,9 @@ from autopar.trace import compat
 
 _Form = tuple[int, TensorSharding, int]
 
+ANCHORS = 16
+"""Values that a gate waits for at most."""
+
 
 def partition_spec(sharding: TensorSharding) -> PartitionSpec:
     """The border sharding of a leaf as JAX writes it."""
@@ -95,7 +98,7 @@ class _Device:
         e = self.emission
         op, rule, strategy = e.graph.ops[i], e.rules[i], e.plan.strategies[i]
         if op.primitive == GATE:
-            self.give(i, gate(self.operand(i, 0), newest(e.graph, self.made), self.zero, self.platform))
+            self.give(i, gate(self.operand(i, 0), before(e.graph, self.made), self.zero, self.platform))
             return
         equation = e.program.equations[op.equation]
         operands = [self.operand(i, k) for k in range(len(op.operands))]
@@ -156,7 +159,7 @@ class _Device:
         e = self.emission
         dtype = e.graph.avals[m.value].dtype
         if m.gate >= 0:
-            x = gate(x, self.anchor(m), self.zero, self.platform)
+            x = gate(x, [self.anchor(m)], self.zero, self.platform)
         if m.move.kind == "to_partial":
             x = _cast(x, m.target.local_dtype(dtype, e.as_written))
         x = named(m.id, lambda: apply_move(m.move, x, e.plan.mesh.size(m.move.axes), axis_index))
@@ -173,9 +176,21 @@ class _Device:
         return next(x for x in reversed(self.made.values()) if x.size)
 
 
-def newest(graph: Graph, made: dict[int, Any]) -> Any:
-    """What was made last and is not itself made again: of the backward pass, once that has begun."""
-    return next(x for v, x in reversed(made.items()) if v not in graph.again and v not in graph.free and x.size)
+def before(graph: Graph, made: dict[int, Any]) -> list[Any]:
+    """What must be there before a gate opens: the newest value that is not itself made again, and what was made since the last gate for
+    the update alone, whose operands would else be kept while the next block is made again.
+    """
+    found: list[int] = []
+    for v in reversed(made):
+        if v in graph.again and found:
+            break
+        if v not in graph.again and v not in graph.free and made[v].size:
+            for_update = all(graph.ops[u].phase == "update" for u, _ in graph.uses.get(v, ()))
+            if not found or (for_update and graph.producer.get(v) is not None):
+                found.append(v)
+        if len(found) == ANCHORS:
+            break
+    return [made[v] for v in found]
 
 
 def _cast(x: Any, dtype: str) -> Any:

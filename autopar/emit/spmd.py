@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.emit.gate import gate
-from autopar.emit.manual import Emission, named_sharding, newest
+from autopar.emit.manual import Emission, before, named_sharding
 from autopar.emit.regions import run
 from autopar.ir.graph import GATE
 from autopar.ir.strategy import result_sharding
@@ -50,7 +50,7 @@ class _Values:
     def op(self, i: int) -> None:
         op = self.emission.graph.ops[i]
         if op.primitive == GATE:
-            self.give(i, gate(self.operand(i, 0), newest(self.emission.graph, self.env), self.zero, self.mesh.devices.flat[0].platform))
+            self.give(i, gate(self.operand(i, 0), before(self.emission.graph, self.env), self.zero, self.mesh.devices.flat[0].platform))
             return
         equation = self.emission.program.equations[op.equation].equation
         operands = [self.operand(i, k) for k in range(len(op.operands))]

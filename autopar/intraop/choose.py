@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -151,9 +152,8 @@ def choose_with(
 ) -> Chosen:
     """The best plan on one logical mesh, with values made again as `variants.mode` says: where memory asks for it, if it is `auto`.
 
-    What is made again comes from a relaxation under a little less than the budget, under less still where its answer does not fit
-    whole. Where that fails, what holds least is tried and, if it does not fit either, named by `InfeasibleError`; without `least`
-    nothing more is tried.
+    What is made again comes from a relaxation under the budget, and from ones under less where its answer does not fit whole. Where that
+    fails, what holds least is tried and, if it does not fit either, named by `InfeasibleError`; without `least` nothing more is tried.
     """
 
     def plan(values: frozenset[int], least: bool) -> Chosen:
@@ -173,18 +173,22 @@ def choose_with(
     if best is not None and not (best.memory_rows and every):
         return best
     advice = Advice(variants, pricer, budget, pins, options.time_limit_s)
-    for share in MARGINS:
-        progress(f"mesh {pricer.mesh}: what to make again under {share:.0%} of the memory")
-        try:
-            values, seconds = advice.values(share)
-            if best is not None and seconds > best.price.total_s * (1 - WORTHWHILE):
-                return best
-            again = plan(values, False)
-        except (Infeasible, InfeasibleError):
-            continue
-        except SolverError:
+    ways: list[Callable[[], tuple[frozenset[int], float]]] = [lambda: advice.values(1.0, round), advice.whole]
+    ways += [partial(advice.values, share) for share in MARGINS]
+    again: Chosen | None = None
+    for n, way in enumerate(ways):
+        if again is not None and n > 1:
             break
-        return again if best is None or again.price.total_s < best.price.total_s else best
+        progress(f"mesh {pricer.mesh}: what to make again, try {n + 1}")
+        try:
+            values, seconds = way()
+            if best is not None and seconds > best.price.total_s * (1 - WORTHWHILE):
+                continue
+            again = min((c for c in (again, plan(values, False)) if c), key=lambda c: c.price.total_s)
+        except (Infeasible, InfeasibleError, SolverError):
+            continue
+    if again is not None and (best is None or again.price.total_s < best.price.total_s):
+        return again
     if best is not None:
         return best
     if not least:

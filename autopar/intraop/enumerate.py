@@ -172,6 +172,8 @@ class _Enumerator:
         builder = SideBuilder(int(offsets[-1]), [int(o) for o in offsets])
         openings = tuple(add_network(n, builder, self._state_bytes(n), self.small) for n in networks)
         side, rows = builder.finish()
+        members = shape.folded.members
+        spare = sum(self._launches(shape.clusters[members[c][0]]) * len(members[c]) for c in self.optional)
         problem = Problem(
             tuple(node_costs),
             (),
@@ -180,7 +182,7 @@ class _Enumerator:
             rows,
             self.end + 1,
             budget=self.budget,
-            constant_cost=self.pricer.cluster.launch_seconds * shape.charges.launches,
+            constant_cost=self.pricer.cluster.launch_seconds * (shape.charges.launches - spare),
         )
         layout = Layout(shape, self.mesh, self.spaces, self.borders, self.input_node, self.output_node, tuple(networks), openings)
         return problem, layout
@@ -195,8 +197,13 @@ class _Enumerator:
             seconds = [self.op_seconds(i, space.single[s]) for s in choices]
         else:
             seconds = self._merged_cost(cluster, space, choices)
-        seconds = [0.0, *seconds] if c in self.optional else seconds
+        if c in self.optional:
+            seconds = [0.0, *(s + self.pricer.cluster.launch_seconds * self._launches(cluster) for s in seconds)]
         return np.array(seconds, dtype=np.float64) * len(members)
+
+    def _launches(self, cluster: Cluster) -> int:
+        """How many kernels begin in a cluster."""
+        return sum(self.shape.charges.groups[i] == i for i in cluster.ops)
 
     def op_seconds(self, i: int, strategy: Any) -> float:
         op, charges = self.graph.ops[i], self.shape.charges

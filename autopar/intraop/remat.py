@@ -18,7 +18,7 @@ from autopar.errors import SolverError
 from autopar.intraop.clusters import is_elementwise
 from autopar.intraop.connect import fed_by_state
 from autopar.intraop.enumerate import Pins, Shape, enumerate_problem
-from autopar.intraop.solvers.highs import minimum_peak, relaxed
+from autopar.intraop.solvers.highs import minimum_peak, relaxed, solve
 from autopar.ir.graph import Graph, Op
 from autopar.ir.problem import Floats, Ints, Problem
 from autopar.trace.recompute import Doubled, doubled, recompute, repeatable
@@ -39,6 +39,9 @@ EXCESS = 0.01
 
 ROUGHLY = 0.95
 """Share of the budget for which shardings are sought that are only weighed by: they may need all of it."""
+
+MANY = 5_000
+"""Side columns above which no branch and bound is run for mere advice."""
 
 LEAST = 1.0
 """Bytes: a budget under which every value matters."""
@@ -181,12 +184,25 @@ class Advice:
         nodes = np.split(shares, problem.offsets[1:-1])
         return tuple(tuple(int(s) for s in np.flatnonzero(node > SHARE)) for node in nodes)
 
-    def values(self, share: float) -> tuple[frozenset[int], float]:
-        """What to make again under a share of the budget, and about how many seconds a step then takes. Raises `Infeasible`."""
+    def values(self, share: float, rounded: Callable[[float], int] = math.ceil) -> tuple[frozenset[int], float]:
+        """What to make again under a share of the budget, and about how many seconds a step then takes. Raises `Infeasible`.
+
+        `rounded` makes whole layers of a share of a class.
+        """
         doubled, shape = self.variants.doubled
         problem, _ = enumerate_problem(shape, self.pricer, share * self.budget, self.pins, doubled=doubled, only=self.choices)
         shares, seconds = self._relaxed(problem, EXCESS)
-        return _values(shape, doubled, _counts(shape, doubled, problem.offsets, shares)), seconds
+        return _values(shape, doubled, _counts(shape, doubled, problem.offsets, shares, rounded)), seconds
+
+    def whole(self) -> tuple[frozenset[int], float]:
+        """The same with all of a class or nothing, within the whole budget: the better advice where classes are small."""
+        doubled, shape = self.variants.doubled
+        problem, _ = enumerate_problem(shape, self.pricer, self.budget, self.pins, doubled=doubled, only=self.choices)
+        if len(problem.side) > MANY:
+            raise SolverError("too large to be asked for whole classes")
+        found = solve(problem, time_limit_s=self.time_limit_s, gap=EXCESS, least=False)
+        counts = {c: len(shape.folded.members[c]) for c in _optional(shape, doubled) if found.choice[c]}
+        return _values(shape, doubled, counts), found.objective
 
     def _relaxed(self, problem: Problem, excess: float) -> tuple[Floats, float]:
         found = relaxed(problem, excess=excess, time_limit_s=self.time_limit_s)
@@ -212,12 +228,12 @@ def _optional(shape: Shape, doubled: Doubled) -> list[int]:
     return [c for c, members in enumerate(shape.folded.members) if shape.clusters[members[0]].ops[0] in doubled.added]
 
 
-def _counts(shape: Shape, doubled: Doubled, offsets: Ints, shares: Floats) -> Mapping[int, int]:
+def _counts(shape: Shape, doubled: Doubled, offsets: Ints, shares: Floats, rounded: Callable[[float], int]) -> Mapping[int, int]:
     """Class of what may be left out -> how many of its members are made again."""
     found = {}
     for c in _optional(shape, doubled):
         share = 1.0 - float(shares[int(offsets[c])])
-        found[c] = math.ceil((share - SHARE) * len(shape.folded.members[c])) if share > SHARE else 0
+        found[c] = rounded((share - SHARE) * len(shape.folded.members[c])) if share > SHARE else 0
     return found
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.ir.graph import Aval
+from autopar import costs
+from autopar.ir.graph import Aval, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Collective, Leaf, Plan
 from autopar.ir.sharding import TensorSharding
@@ -87,6 +89,22 @@ def fold_paths(paths: Sequence[str]) -> list[tuple[str, int]]:
         return [pattern for part in parts for pattern in fold_paths(part)]
     written = iter(map(_range_text, columns))
     return [(_NUMBER.sub(lambda _: next(written), paths[0]), len(paths))]
+
+
+def fold_ops(graph: Graph, ops: Iterable[int], most: int = 8) -> list[str]:
+    """Where ops stand and what they are, alike places together, most FLOPs first: `h_{0..2}/mlp: 1 dot_general, 2 others`."""
+    places: dict[str, Counter[str]] = {}
+    work: Counter[str] = Counter()
+    for i in ops:
+        op = graph.ops[i]
+        place = op.scope or op.source
+        places.setdefault(place, Counter())[op.primitive if op.primitive in costs.MATMULS else "others"] += 1
+        work[place] += int(costs.flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results]))
+    alike: dict[tuple[str, str], list[str]] = {}
+    for place, counts in sorted(places.items(), key=lambda kv: -work[kv[0]]):
+        what = ", ".join(f"{n} {primitive}" for primitive, n in sorted(counts.items()))
+        alike.setdefault((without_numbers(place), what), []).append(place)
+    return [f"{path}: {what}" for (_, what), paths in list(alike.items())[:most] for path, _ in fold_paths(sorted(paths))]
 
 
 def _range_text(values: list[str]) -> str:

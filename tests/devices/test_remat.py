@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import jax
 import jax.numpy as jnp
 import networkx as nx
@@ -11,13 +13,15 @@ import pytest
 import autopar
 import cost_models
 from autopar import models, rules as rule_table
-from autopar.costs import fusion_charges
+from autopar.costs import Pricer, fusion_charges
 from autopar.errors import InfeasibleError, PlanError
+from autopar.intraop.choose import SolveOptions, choose_on, choose_with
 from autopar.intraop.clusters import is_elementwise
 from autopar.intraop.enumerate import shape_of
 from autopar.intraop.remat import Variants, borders
 from autopar.ir.check import check_graph
 from autopar.ir.graph import GATE
+from autopar.ir.mesh import LogicalMesh
 from autopar.trace.recompute import doubled, recompute, recomputed_ops, repeatable
 from autopar.trace.trace import trace
 from benchmarks import forced
@@ -87,7 +91,7 @@ def test_a_budget_short_by_some_layers_costs_some_recomputed_layers(devices):
     for plan, budget in zip(plans, budgets, strict=True):
         found = temporaries(plan)
         assert plan.predicted.peak_bytes <= budget
-        assert found <= 1.2 * plan.predicted.temp_bytes
+        assert found <= 1.25 * plan.predicted.temp_bytes
         assert plan.predicted.temp_bytes <= 1.15 * found
 
 
@@ -130,6 +134,46 @@ def test_recomputation_is_never_dearer_than_doing_without():
         except InfeasibleError:
             continue
         assert plan_deep(8, share * free).predicted.step_time_s <= without * (1 + 1e-9)
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def zero() -> float:
+    return 0.0
+
+
+def three_layers(ws, x):
+    def loss(ws):
+        h = x
+        for w in ws:
+            h = jnp.sin(h @ w) @ w.T
+        return jnp.mean(h**2)
+
+    return jax.grad(loss)(ws)
+
+
+@pytest.mark.parametrize("share", [0.8, pytest.param(0.55, marks=pytest.mark.slow)])
+def test_what_is_made_again_is_close_to_the_best_of_all_subsets(share):
+    args = [jax.ShapeDtypeStruct((32, 256), jnp.float32)] * 3, jax.ShapeDtypeStruct((256, 32), jnp.float32)
+    variants = variants_of(three_layers, args)
+    pricer = Pricer(cost_models.load_cluster("host:1", measure=False), LogicalMesh(("x",), (1,)))
+    options = SolveOptions(gap=0.0)
+
+    def price(values: frozenset[int], budget: float | None) -> float:
+        try:
+            return choose_on(variants.shape(values), pricer, budget, {}, options, quiet, zero, False).price.total_s
+        except InfeasibleError:
+            return float("inf")
+
+    budget = share * choose_on(variants.shape(), pricer, 1e12, {}, options, quiet, zero).peak_bytes
+    large = [v for v in variants.every() if variants.graph.avals[v].nbytes >= 256 * 256 * 4]
+    assert 5 <= len(large) <= 9
+    best = min(price(frozenset(chosen), budget) for n in range(len(large) + 1) for chosen in combinations(large, n))
+    found = choose_with(variants, pricer, budget, {}, options, quiet, zero)
+    assert found.peak_bytes <= budget and best < float("inf")
+    assert found.price.total_s <= 1.02 * best
 
 
 def test_a_plan_with_recomputation_is_saved_and_runs_from_its_file(tmp_path):
