@@ -14,8 +14,9 @@ import jax
 
 from autopar import costs, rules as rule_table
 from autopar.errors import InfeasibleError, UsageError
-from autopar.intraop.choose import Chosen, Progress, SolveOptions, choose
+from autopar.intraop.choose import Chosen, Progress, SolveOptions
 from autopar.intraop.enumerate import Shape, shape_of
+from autopar.intraop.meshes import Search, choose
 from autopar.intraop.price import argument_bytes, collectives, leaves, whole_ops
 from autopar.intraop.remat import MODES, Variants
 from autopar.intraop.reshard import border_shardings
@@ -156,10 +157,9 @@ def intraop(c: Compilation) -> Compilation:
     """Enumerate, price and solve the integer programme on each logical mesh; the fastest plan that fits is chosen."""
     assert c.variants is not None
     limits = SolveOptions(c.options.solver, c.options.time_limit_s, c.options.gap)
-    chosen, candidates = choose(
+    search = Search(
         c.variants,
         c.cluster,
-        c.meshes,
         budget_of(c),
         lambda mesh: input_pins(c, mesh),
         limits,
@@ -167,6 +167,7 @@ def intraop(c: Compilation) -> Compilation:
         time.perf_counter,
         c.options.reduce_dtype == "as_written",
     )
+    chosen, candidates = choose(search, c.meshes)
     check_plan(chosen.shape.graph, chosen.shape.rules, chosen.plan)
     return replace(c, shape=chosen.shape, rules=chosen.shape.rules, chosen=chosen, candidates=candidates)
 

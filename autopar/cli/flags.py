@@ -71,6 +71,7 @@ FLAGS: tuple[tuple[str, Any, Any], ...] = (
     ("axis_names", Annotated[str, _flag(metavar="A,B,...", help="Names of the mesh's axes.")], ",".join(_D.axis_names)),
     ("donate", Annotated[bool, _flag("--donate/--no-donate", help="Let a step reuse the memory of the state it gets.")], _D.donate),
     ("reduce_dtype", Annotated[str, _flag(metavar="DTYPE", help="Partial sums are reduced in float32 or as_written.")], _D.reduce_dtype),
+    ("remat", Annotated[str, _flag(metavar="NAME", help="What is made again after forward: auto, none, dots or full.")], _D.remat),
     ("solver", Annotated[str, _flag(metavar="NAME", help="highs or pulp.")], _D.solver),
     (
         "time_limit_s",

@@ -15,9 +15,10 @@ import cost_models
 from autopar import models, rules as rule_table
 from autopar.costs import Pricer, fusion_charges
 from autopar.errors import InfeasibleError, PlanError
-from autopar.intraop.choose import SolveOptions, choose_on, choose_with
+from autopar.intraop.choose import SolveOptions, choose_on
 from autopar.intraop.clusters import is_elementwise
 from autopar.intraop.enumerate import shape_of
+from autopar.intraop.meshes import Search
 from autopar.intraop.remat import Variants, borders
 from autopar.ir.check import check_graph
 from autopar.ir.graph import GATE
@@ -171,7 +172,7 @@ def test_what_is_made_again_is_close_to_the_best_of_all_subsets(share):
     large = [v for v in variants.every() if variants.graph.avals[v].nbytes >= 256 * 256 * 4]
     assert 5 <= len(large) <= 9
     best = min(price(frozenset(chosen), budget) for n in range(len(large) + 1) for chosen in combinations(large, n))
-    found = choose_with(variants, pricer, budget, {}, options, quiet, zero)
+    found = Search(variants, pricer.cluster, budget, lambda mesh: {}, options, quiet, zero).best(pricer.mesh)
     assert found.peak_bytes <= budget and best < float("inf")
     assert found.price.total_s <= 1.02 * best
 

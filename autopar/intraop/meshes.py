@@ -1,0 +1,194 @@
+"""The search for a plan: every logical mesh, and on each what is made again; the fastest plan that fits is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from autopar.costs import Pricer
+from autopar.errors import InfeasibleError, SolverError
+from autopar.intraop.choose import Chosen, Progress, SolveOptions, choose_on
+from autopar.intraop.enumerate import Pins, enumerate_problem
+from autopar.intraop.evaluate import Infeasible
+from autopar.intraop.remat import Advice, Variants, least_held
+from autopar.intraop.solvers.highs import relaxed
+from autopar.ir.mesh import LogicalMesh
+
+MARGINS = (0.98, 0.9, 0.8)
+"""Shares of the budget under which it is sought what to make again, one after the other until a whole answer fits."""
+
+WORTHWHILE = 2e-3
+"""Share of the step time that making values again must promise to save where a plan fits without."""
+
+Values = frozenset[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """What is sought: a plan of one of the `variants` under `budget` bytes per device. `pins` are by mesh, `clock` is in seconds."""
+
+    variants: Variants
+    cluster: Any
+    budget: float | None
+    pins: Callable[[LogicalMesh], Pins]
+    options: SolveOptions
+    progress: Progress
+    clock: Callable[[], float]
+    as_written: bool = False
+
+    def plan(self, mesh: LogicalMesh, values: Values, least: bool) -> Chosen:
+        """The best plan on a mesh that makes these values again. Raises `InfeasibleError`, which says what would fit if `least`."""
+        shape, pricer = self.variants.shape(values), self.pricer(mesh)
+        found = choose_on(shape, pricer, self.budget, self.pins(mesh), self.options, self.progress, self.clock, least)
+        return replace(found, recomputed=tuple(sorted(values)))
+
+    def pricer(self, mesh: LogicalMesh) -> Pricer:
+        return Pricer(self.cluster, mesh, self.as_written)
+
+    def best(self, mesh: LogicalMesh, least: bool = True) -> Chosen:
+        """The best plan on a mesh, with values made again as `variants.mode` says: where memory asks for it, if it is `auto`.
+
+        Where nothing fits, what holds least is tried and, if it does not fit either, named by `InfeasibleError`; without `least`
+        nothing more is tried.
+        """
+        if self.variants.mode != "auto" or self.budget is None:
+            return self.plan(mesh, self.variants.asked, least)
+        every = self.variants.every()
+        if not every:
+            return self.plan(mesh, every, least)
+        plain = self._plain(mesh)
+        if plain is not None and not plain.memory_rows:
+            return plain
+        again = self._again(mesh, float("inf") if plain is None else plain.price.total_s * (1 - WORTHWHILE))
+        found = [c for c in (plain, again) if c is not None]
+        if found:
+            return min(found, key=lambda c: c.price.total_s)
+        if not least:
+            raise InfeasibleError(f"no plan on mesh ({mesh}) that was looked for fits {self.budget:,.0f} bytes per device.")
+        return self._least(mesh)
+
+    def _plain(self, mesh: LogicalMesh) -> Chosen | None:
+        """The best plan that makes nothing again, if one fits."""
+        assert self.budget is not None
+        if self.variants.held_at_least(mesh.num_devices) > self.budget:
+            return None
+        try:
+            return self.plan(mesh, frozenset(), False)
+        except InfeasibleError:
+            return None
+
+    def _again(self, mesh: LogicalMesh, below: float) -> Chosen | None:
+        """The best plan found that makes values again, with a step that promises to take less than `below` seconds.
+
+        What to make again comes from relaxations under the budget, and from ones under less where the answers do not fit whole.
+        """
+        assert self.budget is not None
+        advice = Advice(self.variants, self.pricer(mesh), self.budget, self.pins(mesh), self.options.time_limit_s)
+        found: list[Chosen] = []
+        for n, ask in enumerate(_questions(advice)):
+            if found and n > 1:
+                break
+            self.progress(f"mesh {mesh}: what to make again, try {n + 1}")
+            try:
+                values, seconds = ask()
+                if seconds <= below:
+                    found.append(self.plan(mesh, values, False))
+            except (Infeasible, InfeasibleError, SolverError):
+                continue
+        return min(found, key=lambda c: c.price.total_s, default=None)
+
+    def _least(self, mesh: LogicalMesh) -> Chosen:
+        """A plan that holds as little as can be; `InfeasibleError` where even that is too much."""
+        refused = []
+        held = least_held(self.variants, self.pricer(mesh), self.pins(mesh), self.options.time_limit_s)
+        for values in dict.fromkeys((held, self.variants.every(), Values())):
+            try:
+                return self.plan(mesh, values, True)
+            except InfeasibleError as error:
+                refused.append(error)
+        raise _smallest(refused)
+
+    def bound(self, mesh: LogicalMesh) -> float:
+        """Seconds that no plan on this mesh can be faster than, whatever memory there is; 0 where that is not known."""
+        problem, _ = enumerate_problem(self.variants.shape(self.variants.asked), self.pricer(mesh), None, self.pins(mesh))
+        try:
+            found = relaxed(problem, time_limit_s=self.options.time_limit_s)
+        except Infeasible:
+            return 0.0
+        seconds = 0.0 if found is None else found[1]
+        self.progress(f"mesh {mesh}: at least {seconds * 1e3:.3f} ms, whatever memory there is")
+        return seconds
+
+
+def _questions(advice: Advice) -> Iterator[Callable[[], tuple[Values, float]]]:
+    yield partial(advice.values, 1.0, round)
+    yield advice.whole
+    for share in MARGINS:
+        yield partial(advice.values, share)
+
+
+def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple[tuple[str, float], ...]]:
+    """The best plan over `meshes`, and the objective on each (infinite where none was found, a bound where it was passed over).
+
+    The mesh on which the program is fastest if memory does not matter comes first, and those on which even that is slower than a plan
+    that was found are passed over. Raises the least bad `InfeasibleError` when none fits, `SolverError` when time ran out everywhere.
+    """
+    if len(meshes) == 1:
+        alone = search.best(meshes[0])
+        _tell(search, alone)
+        return alone, ((str(meshes[0]), alone.price.total_s),)
+    found: list[Chosen] = []
+    tried: dict[str, float] = {}
+    refused: list[LogicalMesh] = []
+    unanswered: list[SolverError] = []
+    bounds = {mesh: search.bound(mesh) for mesh in meshes}
+    for mesh in sorted(meshes, key=lambda m: float(f"{bounds[m]:.4g}")):  # of equal ones the first
+        if found and bounds[mesh] > min(c.price.total_s for c in found) * (1 - search.options.gap):
+            tried[f"{mesh}, at least"] = bounds[mesh]
+            continue
+        tried[str(mesh)] = float("inf")
+        try:
+            chosen = search.best(mesh, least=False)
+        except InfeasibleError:
+            refused.append(mesh)
+            continue
+        except SolverError as error:
+            search.progress(f"mesh {mesh}: {error}")
+            unanswered.append(error)
+            continue
+        found.append(chosen)
+        tried[str(mesh)] = chosen.price.total_s
+        _tell(search, chosen)
+    if not found and unanswered:
+        raise unanswered[0]
+    if not found:
+        found.append(_at_last(search, refused))
+        tried[str(found[0].pricer.mesh)] = found[0].price.total_s
+    best = min(found, key=lambda c: c.price.total_s)
+    total = replace(best, enumerate_s=sum(c.enumerate_s for c in found), solve_s=sum(c.solve_s for c in found))
+    return total, tuple(tried.items())
+
+
+def _tell(search: Search, chosen: Chosen) -> None:
+    seconds, solve = chosen.price.total_s, chosen.solve
+    search.progress(f"mesh {chosen.pricer.mesh}: {seconds * 1e3:.3f} ms, {solve.status}, gap {solve.gap:.2g}")
+
+
+def _at_last(search: Search, meshes: Sequence[LogicalMesh]) -> Chosen:
+    """A plan that what holds least may still allow; else the least bad `InfeasibleError`, of as many meshes as there is time for."""
+    begin, refused = search.clock(), list[InfeasibleError]()
+    for mesh in meshes:
+        try:
+            return search.best(mesh)
+        except InfeasibleError as error:
+            refused.append(error)
+        if search.options.time_limit_s is not None and search.clock() - begin > search.options.time_limit_s:
+            break
+    raise _smallest(refused)
+
+
+def _smallest(refused: Sequence[InfeasibleError]) -> InfeasibleError:
+    """The refusal that asks for the least memory; 0 says that there was no time to find the least."""
+    return min(refused, key=lambda e: e.peak_bytes or float("inf"))
