@@ -48,6 +48,7 @@ def _layout(a: Plan, b: Plan) -> Iterator[str]:
     yield from _changed("microbatches", str(a.microbatches), str(b.microbatches))
     yield from _changed("schedule", a.schedule, b.schedule)
     yield from _changed("remat", a.remat, b.remat)
+    yield from _changed("values recomputed", str(len(a.recomputed)), str(len(b.recomputed)))
 
 
 def _changed(what: str, before: str, after: str) -> Iterator[str]:

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from autopar.errors import UsageError
+from autopar.ir.graph import Aval, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Collective, Leaf, Plan, PlannedMove, Predicted, ShardingPlan, Solve, Timings, WholeOp
 from autopar.ir.sharding import Move, TensorSharding
 from autopar.ir.strategy import WHOLE, Strategy
 from autopar.report.diff import SAME, diff
 from autopar.report.explain import explain
-from autopar.report.fold import fold_collectives, fold_leaves, fold_paths, leaf_bytes, memory_budget
+from autopar.report.fold import fold_collectives, fold_leaves, fold_ops, fold_paths, leaf_bytes, memory_budget
 from autopar.report.html import plan_html
 from autopar.report.table import plan_table, render
 from autopar.report.text import plan_text
@@ -153,6 +154,18 @@ def test_folded_paths_stand_for_exactly_the_paths_given(numbers):
     assert [count for _, count in folded] == [len(expand(pattern)) for pattern, _ in folded]
 
 
+def test_ops_are_listed_by_place_the_most_work_first():
+    def op(primitive: str, scope: str, result: int) -> Op:
+        params = (("dimension_numbers", (((1,), (0,)), ((), ()))),) if primitive == "dot_general" else ()
+        return Op(primitive, params, (0, 0) if primitive == "dot_general" else (0,), (result,), scope=scope)
+
+    kinds = ("sin", "h_0/mlp"), ("dot_general", "h_0/mlp"), ("sin", "head"), ("dot_general", "h_1/mlp"), ("sin", "h_1/mlp")
+    ops = tuple(op(primitive, scope, n + 1) for n, (primitive, scope) in enumerate(kinds))
+    graph = Graph((Aval((8, 8), "float32"),) * 6, (0,), (5,), ops)
+    assert fold_ops(graph, range(5)) == ["h_{0..1}/mlp: 1 dot_general, 1 others", "head: 1 others"]
+    assert fold_ops(graph, [2], most=0) == []
+
+
 def test_collectives_are_grouped_by_what_they_do_the_dearest_first(plan):
     groups = fold_collectives(plan.collectives)
     assert [(g.kind, g.purpose, g.count, g.times) for g in groups] == [
@@ -216,6 +229,8 @@ def test_a_difference_names_each_change_once(plan):
         inputs=inputs,
         collectives=plan.collectives[1:-1],
         microbatches=4,
+        remat="auto",
+        recomputed=(3, 5),
         predicted=replace(plan.predicted, step_time_s=0.0246, peak_bytes=18 * GIB),
         options={"memory_fraction": 0.5},
     )
@@ -224,6 +239,8 @@ def test_a_difference_names_each_change_once(plan):
         "  option memory_fraction: 0.9 -> 0.5",
         "Layout",
         "  microbatches: 1 -> 4",
+        "  remat: none -> auto",
+        "  values recomputed: 0 -> 2",
         "Inputs",
         "  params/layers_{0..11}/attn/kernel (12 leaves): float32[768,768] [x, -] in 2 -> float32[768,768] [-, x] in 2",
         "Collectives per step",
