@@ -138,7 +138,9 @@ class _Enumerator:
         self.twin = {} if doubled is None else doubled.twin
         self.first = {w: v for v, w in self.twin.items()}
         spare = frozenset() if doubled is None else doubled.added | doubled.idle
-        self.optional = frozenset(c for c, members in enumerate(shape.folded.members) if spare.issuperset(shape.clusters[members[0]].ops))
+        self.optional = frozenset(
+            c for c, members in enumerate(shape.folded.members) if all(spare.issuperset(shape.clusters[m].ops) for m in members)
+        )
         self.shape, self.pricer, self.budget, self.pins, self.layered = shape, pricer, budget, pins, layered
         self.graph, self.mesh = shape.graph, pricer.mesh
         self.end = len(self.graph.ops)

@@ -80,7 +80,7 @@ def _signature(graph: Graph, cluster: Cluster, charges: Charges, marks: dict[int
             for o in op.operands
         )
         results = tuple((graph.avals[r].shape, graph.avals[r].dtype, r in graph.output_values) for r in op.results)
-        rows.append((op.primitive, op.params, operands, results, op.phase, charges.reads[i], charges.writes[i], graph.times[i]))
+        rows.append((op.primitive, op.params, operands, results, op.phase, op.again, charges.reads[i], charges.writes[i], graph.times[i]))
     key = (cluster.linear, tuple(rows), tuple((graph.avals[v], marks.get(v)) for v in cluster.inputs))
     try:
         return hash(key), key if len(rows) < 200 else len(rows)

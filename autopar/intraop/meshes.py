@@ -22,6 +22,9 @@ MARGINS = (0.98, 0.9, 0.8)
 WORTHWHILE = 2e-3
 """Share of the step time that making values again must promise to save where a plan fits without."""
 
+BOUND_SHARE = 0.25
+"""Share of a mesh's time limit after which its bound is not waited for."""
+
 Values = frozenset[int]
 
 
@@ -110,15 +113,17 @@ class Search:
                 refused.append(error)
         raise _smallest(refused)
 
-    def bound(self, mesh: LogicalMesh) -> float:
-        """Seconds that no plan on this mesh can be faster than, whatever memory there is; 0 where that is not known."""
+    def bound(self, mesh: LogicalMesh) -> float | None:
+        """Seconds that no plan on this mesh can be faster than, whatever memory there is; None where that takes long to know."""
         problem, _ = enumerate_problem(self.variants.shape(self.variants.asked), self.pricer(mesh), None, self.pins(mesh))
+        limit = self.options.time_limit_s
         try:
-            found = relaxed(problem, time_limit_s=self.options.time_limit_s)
+            found = relaxed(problem, time_limit_s=None if limit is None else BOUND_SHARE * limit)
         except Infeasible:
             return 0.0
-        seconds = 0.0 if found is None else found[1]
-        self.progress(f"mesh {mesh}: at least {seconds * 1e3:.3f} ms, whatever memory there is")
+        seconds = None if found is None else found[1]
+        known = "it takes long to say what it costs at least" if seconds is None else f"at least {seconds * 1e3:.3f} ms"
+        self.progress(f"mesh {mesh}: {known}, whatever memory there is")
         return seconds
 
 
@@ -132,8 +137,9 @@ def _questions(advice: Advice) -> Iterator[Callable[[], tuple[Values, float]]]:
 def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple[tuple[str, float], ...]]:
     """The best plan over `meshes`, and the objective on each (infinite where none was found, a bound where it was passed over).
 
-    The mesh on which the program is fastest if memory does not matter comes first, and those on which even that is slower than a plan
-    that was found are passed over. Raises the least bad `InfeasibleError` when none fits, `SolverError` when time ran out everywhere.
+    The mesh on which the program is fastest if memory does not matter comes first, those where that is not known last, and those on
+    which even that is slower than a plan that was found are passed over. Raises the least bad `InfeasibleError` when none fits,
+    `SolverError` when time ran out everywhere.
     """
     if len(meshes) == 1:
         alone = search.best(meshes[0])
@@ -144,9 +150,10 @@ def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple
     refused: list[LogicalMesh] = []
     unanswered: list[SolverError] = []
     bounds = {mesh: search.bound(mesh) for mesh in meshes}
-    for mesh in sorted(meshes, key=lambda m: float(f"{bounds[m]:.4g}")):  # of equal ones the first
-        if found and bounds[mesh] > min(c.price.total_s for c in found) * (1 - search.options.gap):
-            tried[f"{mesh}, at least"] = bounds[mesh]
+    for mesh in sorted(meshes, key=lambda m: _rank(bounds[m])):
+        least = bounds[mesh] or 0.0
+        if found and least > min(c.price.total_s for c in found) * (1 - search.options.gap):
+            tried[f"{mesh}, at least"] = least
             continue
         tried[str(mesh)] = float("inf")
         try:
@@ -169,6 +176,11 @@ def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple
     best = min(found, key=lambda c: c.price.total_s)
     total = replace(best, enumerate_s=sum(c.enumerate_s for c in found), solve_s=sum(c.solve_s for c in found))
     return total, tuple(tried.items())
+
+
+def _rank(bound: float | None) -> float:
+    """Bounds in order, those that are equal but for rounding alike, unknown ones last."""
+    return float("inf") if bound is None else float(f"{bound:.4g}")
 
 
 def _tell(search: Search, chosen: Chosen) -> None:

@@ -225,7 +225,8 @@ def least_held(variants: Variants, pricer: Pricer, pins: Pins, time_limit_s: flo
 
 def _optional(shape: Shape, doubled: Doubled) -> list[int]:
     """The classes of what is made again, if it is."""
-    return [c for c, members in enumerate(shape.folded.members) if shape.clusters[members[0]].ops[0] in doubled.added]
+    members, clusters, added = shape.folded.members, shape.clusters, doubled.added
+    return [c for c, alike in enumerate(members) if all(added.issuperset(clusters[m].ops) for m in alike)]
 
 
 def _counts(shape: Shape, doubled: Doubled, offsets: Ints, shares: Floats, rounded: Callable[[float], int]) -> Mapping[int, int]:
