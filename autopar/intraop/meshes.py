@@ -14,6 +14,7 @@ from autopar.intraop.enumerate import Pins, enumerate_problem
 from autopar.intraop.evaluate import Infeasible
 from autopar.intraop.remat import Advice, Variants, least_held
 from autopar.intraop.solvers.highs import relaxed
+from autopar.intraop.solvers.scaled import LARGE_COLUMNS
 from autopar.ir.mesh import LogicalMesh
 
 MARGINS = (0.98, 0.9, 0.8)
@@ -85,13 +86,14 @@ class Search:
     def _again(self, mesh: LogicalMesh, below: float) -> Chosen | None:
         """The best plan found that makes values again, with a step that promises to take less than `below` seconds.
 
-        What to make again comes from relaxations under the budget, and from ones under less where the answers do not fit whole.
+        What to make again comes from relaxations under the budget, and from ones under less where the answers do not fit whole. A large
+        program is planned once, since that takes long and parts of its classes are many layers.
         """
         assert self.budget is not None
         advice = Advice(self.variants, self.pricer(mesh), self.budget, self.pins(mesh), self.options.time_limit_s)
         found: list[Chosen] = []
         for n, ask in enumerate(_questions(advice)):
-            if found and n > 1:
+            if found and (n > 1 or found[0].solve.variables > LARGE_COLUMNS):
                 break
             self.progress(f"mesh {mesh}: what to make again, try {n + 1}")
             try:
