@@ -45,8 +45,8 @@ class Options:
     weights (`dots`), or all but what crosses the program's narrow places (`full`). `reduce_dtype` says in what partial sums of narrow
     floats are reduced: `float32`, or `as_written`. `solver` is `highs` or `pulp`, `time_limit_s` per logical mesh (None: no limit),
     `gap` the relative gap at which an answer counts as optimal. `emitter` is `shard_map` (explicit collectives) or `jit` (sharding
-    constraints, the compiler finds the collectives). A value that makes no sense
-    raises `UsageError`.
+    constraints, the compiler finds the collectives). A value that makes no sense raises
+    `UsageError`.
     """
 
     memory_bytes: int | None = None

@@ -21,6 +21,7 @@ from autopar.ir.problem import Problem, Solution
 
 Progress = Callable[[str], None]
 
+
 @dataclass(frozen=True)
 class SolveOptions:
     """How to solve: `solver` (`highs` or `pulp`), seconds per mesh, relative gap at which an answer is taken as optimal."""

@@ -79,7 +79,12 @@ class Variants:
 
     def every(self) -> frozenset[int]:
         """All that can be made again between the narrow places."""
-        return repeatable(self.graph) - borders(self.shape())
+        return repeatable(self.graph) - self.narrow
+
+    @cached_property
+    def narrow(self) -> frozenset[int]:
+        """What crosses the program's narrow places."""
+        return borders(self.shape())
 
     def cheap(self) -> frozenset[int]:
         """The same without the results of matmuls that hold weights, and of other ops that are dear."""
@@ -89,7 +94,7 @@ class Variants:
     @cached_property
     def doubled(self) -> tuple[Doubled, Shape]:
         """The program in which all of `every` may be made again."""
-        found = doubled(self.graph, borders(self.shape()))
+        found = doubled(self.graph, self.narrow)
         return found, self.fold(found.graph)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import BOUNDARY, GATE, ROOT, Graph, Op, Operand
+from autopar.ir.graph import BOUNDARY, GATE, ROOT, Graph, Op, Operand, Phase
 from autopar.trace.order import compact, live, renumbered, units
 
 
@@ -120,9 +120,9 @@ class _Rewriter:
         """Just before the first op made again that reads it."""
         return min((self.place[u], u) for u, _ in self.old.uses[o] if u in self.place)
 
-    def _gate(self, o: int, phase: str, reader: int) -> Op:
+    def _gate(self, o: int, phase: Phase, reader: int) -> Op:
         op = self.ops[reader]
-        return Op(GATE, (), (o,), (self.gates[o],), phase, op.scope, op.source, again=True)  # type: ignore[arg-type]
+        return Op(GATE, (), (o,), (self.gates[o],), phase, op.scope, op.source, again=True)
 
     def _new(self, like: int) -> int:
         self.avals.append(self.old.avals[like])

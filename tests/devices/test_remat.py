@@ -129,11 +129,8 @@ def test_no_recomputation_is_no_plan_where_memory_would_need_it():
 
 def test_recomputation_is_never_dearer_than_doing_without():
     free = plan_deep(8, None, "none").predicted.peak_bytes
-    for share in (0.95, 0.8, 0.6):
-        try:
-            without = plan_deep(8, share * free, "none").predicted.step_time_s
-        except InfeasibleError:
-            continue
+    for share in (0.95, 0.8):
+        without = plan_deep(8, share * free, "none").predicted.step_time_s
         assert plan_deep(8, share * free).predicted.step_time_s <= without * (1 + 1e-9)
 
 
@@ -206,7 +203,7 @@ def test_dropout_masks_are_the_same_when_made_again():
     args = jax.random.normal(jax.random.PRNGKey(1), (64, 64)) * 0.2, jnp.ones((128, 64)), jax.random.PRNGKey(2)
     plan = autopar.plan(step, args, cost_models.load_cluster("host:8", measure=False), options=autopar.Options(remat="full"))
     graph = recompute(trace(step, args).graph, plan.recomputed)
-    assert "random_bits" in {graph.ops[i].primitive for i in recomputed_ops(graph)} or any("shift" in op.primitive for op in graph.ops)
+    assert {"random_bits", "select_n"} <= {graph.ops[i].primitive for i in recomputed_ops(graph)}
     report = plan.verify(step, args, steps=1)
     assert report.numbers.agree and report.collectives.agree, report
 
