@@ -15,11 +15,11 @@ import jax
 from autopar import costs, rules as rule_table
 from autopar.errors import InfeasibleError, UsageError
 from autopar.intraop.choose import Chosen, Progress, SolveOptions
-from autopar.intraop.enumerate import Shape, shape_of
 from autopar.intraop.meshes import Search, choose
 from autopar.intraop.price import argument_bytes, collectives, leaves, whole_ops
 from autopar.intraop.remat import MODES, Variants
 from autopar.intraop.reshard import border_shardings
+from autopar.intraop.shape import Shape, shape_of
 from autopar.ir import options
 from autopar.ir.check import check_graph, check_plan
 from autopar.ir.graph import Aval, Graph

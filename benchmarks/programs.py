@@ -18,8 +18,8 @@ import numpy as np
 import optax
 
 from autopar import models, rules as rule_table
-from autopar.intraop.enumerate import shape_of
 from autopar.intraop.remat import Variants
+from autopar.intraop.shape import shape_of
 from autopar.ir.graph import Graph
 from autopar.ir.rule import ShardingRule
 from autopar.trace.arguments import split

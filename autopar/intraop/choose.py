@@ -11,11 +11,12 @@ from autopar import costs
 from autopar.costs import Pricer
 from autopar.errors import CheckError, InfeasibleError
 from autopar.intraop import solvers
-from autopar.intraop.enumerate import Layout, Pins, Shape, enumerate_problem
+from autopar.intraop.enumerate import Layout, Pins, enumerate_problem
 from autopar.intraop.evaluate import Infeasible, evaluate, live_at
 from autopar.intraop.lift import lift
 from autopar.intraop.networks import tighten
 from autopar.intraop.price import Price, price_plan
+from autopar.intraop.shape import Shape
 from autopar.ir.plan import ShardingPlan, Solve
 from autopar.ir.problem import Problem, Solution
 

@@ -4,76 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from autopar import costs
-from autopar.costs import Charges, Pricer
-from autopar.intraop.clusters import Cluster, find_clusters, is_elementwise
-from autopar.intraop.fold import Folded, fold, unfolded
+from autopar.costs import Pricer
+from autopar.intraop.clusters import Cluster
 from autopar.intraop.networks import EARLY, LATE, Member, Network, Opening, SideBuilder, Use, User, Vector, add_network
 from autopar.intraop.reshard import border_shardings
+from autopar.intraop.shape import Shape
 from autopar.intraop.space import Space, build_space
 from autopar.intraop.states import StateGraph, state_graph
 from autopar.ir.dtypes import accumulation_dtype, itemsize
 from autopar.ir.graph import Aval, Constant, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.problem import Floats, Problem, Usage
-from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import Reduction, TensorSharding
 from autopar.trace.recompute import Doubled
 
 Pins = Mapping[int, tuple[TensorSharding, ...]]
-
-
-@dataclass(frozen=True, eq=False)
-class Shape:
-    """What of a program does not depend on the mesh: rules, fusion charges, clusters and their fold.
-
-    `carried` pairs input and output positions of one piece of state; `marks` tells graph inputs apart (role, pins).
-    """
-
-    graph: Graph
-    rules: tuple[ShardingRule, ...]
-    carried: tuple[tuple[int, int], ...]
-    charges: Charges
-    clusters: tuple[Cluster, ...]
-    folded: Folded
-    donated: bool = True
-
-    @cached_property
-    def cluster_of(self) -> dict[int, int]:
-        """Op index -> cluster; ops that depend on no input have none."""
-        return {i: c for c, cluster in enumerate(self.clusters) for i in cluster.ops}
-
-    @cached_property
-    def member_input(self) -> dict[int, tuple[int, int]]:
-        """Input value that lies with a cluster -> (cluster, position among its inputs)."""
-        return {v: (c, n) for c, cluster in enumerate(self.clusters) for n, v in enumerate(cluster.inputs)}
-
-    @cached_property
-    def position(self) -> dict[int, int]:
-        """Op index -> its position in its cluster."""
-        return {i: j for cluster in self.clusters for j, i in enumerate(cluster.ops)}
-
-
-def shape_of(
-    graph: Graph,
-    rules: Sequence[ShardingRule],
-    carried: Sequence[tuple[int, int]],
-    pinned: Mapping[int, Hashable] | None = None,
-    folding: bool = True,
-    donated: bool = True,
-) -> Shape:
-    """Cluster and fold a graph. `pinned` marks graph inputs that must not be folded with others, by value."""
-    charges = costs.fusion_charges(graph, [is_elementwise(r) for r in rules])
-    clusters = find_clusters(graph, rules, carried, frozenset(v for v, pin in (pinned or {}).items() if pin))
-    tied = {i: o for i, o in carried}
-    marks: dict[int, Hashable] = {v: (n in tied, (pinned or {}).get(v)) for n, v in enumerate(graph.inputs)}
-    folded = fold(graph, clusters, charges, marks) if folding else unfolded(clusters)
-    return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,8 @@ from autopar.costs import MATMULS, Pricer, is_fusible, is_reduction
 from autopar.errors import SolverError
 from autopar.intraop.clusters import is_elementwise
 from autopar.intraop.connect import fed_by_state
-from autopar.intraop.enumerate import Pins, Shape, enumerate_problem
+from autopar.intraop.enumerate import Pins, enumerate_problem
+from autopar.intraop.shape import Shape
 from autopar.intraop.solvers.highs import minimum_peak, relaxed, solve
 from autopar.ir.graph import Graph, Op
 from autopar.ir.problem import Floats, Ints, Problem

@@ -17,9 +17,9 @@ from autopar.costs import Pricer, fusion_charges
 from autopar.errors import InfeasibleError, PlanError
 from autopar.intraop.choose import SolveOptions, choose_on
 from autopar.intraop.clusters import is_elementwise
-from autopar.intraop.enumerate import shape_of
 from autopar.intraop.meshes import Search
 from autopar.intraop.remat import Variants, borders
+from autopar.intraop.shape import shape_of
 from autopar.ir.check import check_graph
 from autopar.ir.graph import GATE
 from autopar.ir.mesh import LogicalMesh

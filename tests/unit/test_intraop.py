@@ -11,11 +11,12 @@ import cost_models
 from autopar.costs import Pricer
 from autopar.intraop import solvers
 from autopar.intraop.choose import SolveOptions, choose_on
-from autopar.intraop.enumerate import enumerate_problem, shape_of
+from autopar.intraop.enumerate import enumerate_problem
 from autopar.intraop.evaluate import Infeasible
 from autopar.intraop.lift import lift
 from autopar.intraop.price import price_plan
 from autopar.intraop.reshard import border_shardings, cheapest, moves_from
+from autopar.intraop.shape import shape_of
 from autopar.intraop.strategies import enumerate_strategies
 from autopar.ir.check import check_plan
 from autopar.ir.graph import Aval, Graph, Op

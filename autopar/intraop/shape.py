@@ -1,0 +1,62 @@
+"""What of a program does not depend on the mesh: its rules, fusion charges, clusters and their fold."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar import costs
+from autopar.costs import Charges
+from autopar.intraop.clusters import Cluster, find_clusters, is_elementwise
+from autopar.intraop.fold import Folded, fold, unfolded
+from autopar.ir.graph import Graph
+from autopar.ir.rule import ShardingRule
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What of a program does not depend on the mesh: rules, fusion charges, clusters and their fold.
+
+    `carried` pairs input and output positions of one piece of state; `marks` tells graph inputs apart (role, pins).
+    """
+
+    graph: Graph
+    rules: tuple[ShardingRule, ...]
+    carried: tuple[tuple[int, int], ...]
+    charges: Charges
+    clusters: tuple[Cluster, ...]
+    folded: Folded
+    donated: bool = True
+
+    @cached_property
+    def cluster_of(self) -> dict[int, int]:
+        """Op index -> cluster; ops that depend on no input have none."""
+        return {i: c for c, cluster in enumerate(self.clusters) for i in cluster.ops}
+
+    @cached_property
+    def member_input(self) -> dict[int, tuple[int, int]]:
+        """Input value that lies with a cluster -> (cluster, position among its inputs)."""
+        return {v: (c, n) for c, cluster in enumerate(self.clusters) for n, v in enumerate(cluster.inputs)}
+
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """Op index -> its position in its cluster."""
+        return {i: j for cluster in self.clusters for j, i in enumerate(cluster.ops)}
+
+
+def shape_of(
+    graph: Graph,
+    rules: Sequence[ShardingRule],
+    carried: Sequence[tuple[int, int]],
+    pinned: Mapping[int, Hashable] | None = None,
+    folding: bool = True,
+    donated: bool = True,
+) -> Shape:
+    """Cluster and fold a graph. `pinned` marks graph inputs that must not be folded with others, by value."""
+    charges = costs.fusion_charges(graph, [is_elementwise(r) for r in rules])
+    clusters = find_clusters(graph, rules, carried, frozenset(v for v, pin in (pinned or {}).items() if pin))
+    tied = {i: o for i, o in carried}
+    marks: dict[int, Hashable] = {v: (n in tied, (pinned or {}).get(v)) for n, v in enumerate(graph.inputs)}
+    folded = fold(graph, clusters, charges, marks) if folding else unfolded(clusters)
+    return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated)
