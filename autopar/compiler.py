@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from autopar import costs, rules as rule_table
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import InfeasibleError, MicrobatchError, UsageError
 from autopar.intraop.choose import Chosen, Progress, SolveOptions
 from autopar.intraop.meshes import Search, choose
 from autopar.intraop.price import argument_bytes, collectives, leaves, whole_ops
@@ -29,7 +29,9 @@ from autopar.ir.rule import ShardingRule
 from autopar.ir.serialize import fingerprint, plain
 from autopar.ir.sharding import TensorSharding
 from autopar.report.fold import fold_ops
+from autopar.runtime.program import in_microbatches
 from autopar.trace.recompute import recomputed_ops
+from autopar.trace.roles import batch_leaves
 from autopar.trace.trace import Traced
 
 
@@ -39,7 +41,10 @@ class Options:
 
     `memory_bytes` per device overrides `memory_fraction` of the device's memory. `pins` maps a pattern of parameter paths to a
     PartitionSpec (or a NamedSharding, or a tuple of axis names per dimension); a whole path outranks a pattern, patterns that
-    match one leaf must agree. `axis_names` names the axes of the logical mesh that is searched. `static_argnums` and
+    match one leaf must agree. `axis_names` names the axes of the logical mesh that is searched. `microbatches` says in how many parts, one
+    after the other, the batch runs: a number that divides it, or as many as memory asks for (`auto`); `accumulate_dtype` in what the sums
+    of narrow floats over them are kept, `float32` or `as_written`. `batch_argnums` are the arguments that hold the batch, where that is not
+    plain. `static_argnums` and
     `static_argnames` are those of `jax.jit`. `donate` lets a step reuse the memory of state that it returned before. `remat` says
     what is made again after forward rather than kept: what memory asks for (`auto`), `none`, all but the results of matmuls with
     weights (`dots`), or all but what crosses the program's narrow places (`full`). `reduce_dtype` says in what partial sums of narrow
@@ -51,7 +56,7 @@ class Options:
 
     memory_bytes: int | None = None
     memory_fraction: float = 0.9
-    microbatches: int | str = 1
+    microbatches: int | str = "auto"
     stages: int | str = "off"
     schedule: str = "auto"
     remat: str = "auto"
@@ -73,7 +78,9 @@ class Options:
 
     def __post_init__(self) -> None:
         options.one_of("reduce_dtype", self.reduce_dtype, ("float32", "as_written"))
+        options.one_of("accumulate_dtype", self.accumulate_dtype, ("float32", "as_written"))
         options.one_of("remat", self.remat, MODES)
+        self._set("microbatches", options.count_or_auto("microbatches", self.microbatches))
         options.one_of("solver", self.solver, ("highs", "pulp"))
         options.one_of("emitter", self.emitter, ("shard_map", "jit"))
         self._set("memory_fraction", options.number("memory_fraction", self.memory_fraction, "a number in (0, 1]", high=1.0, above=True))
@@ -99,11 +106,9 @@ class Options:
     def _not_yet(self) -> None:
         """Options of the interface whose passes do not exist yet are refused, never ignored."""
         refused = {
-            "microbatches": (self.microbatches, (1, "auto")),
             "stages": (self.stages, ("off", "auto", 1)),
             "schedule": (self.schedule, ("auto",)),
             "zero": (self.zero, ("auto",)),
-            "accumulate_dtype": (self.accumulate_dtype, ("float32",)),
             "pad_state": (self.pad_state, (False,)),
             "microbatch_statistics": (self.microbatch_statistics, (False,)),
         }
@@ -116,7 +121,9 @@ class Options:
 class Compilation:
     """What is known so far: the steps fill it from top to bottom.
 
-    `fixed` pins inputs by their path beyond `options.pins` (another batch shape keeps the state where it is).
+    `fixed` pins inputs by their path beyond `options.pins` (another batch shape keeps the state where it is). `divided` is the program
+    that runs the step as `microbatches`; plans whose steps take `below` seconds or more are of no use. `quick`: where nothing fits, it is
+    not sought what would. `tried` says what was found with fewer microbatches.
     """
 
     traced: Traced
@@ -127,6 +134,11 @@ class Compilation:
     fixed: Mapping[str, TensorSharding] = field(default_factory=dict)
     progress: Progress = lambda text: None
     trace_s: float = 0.0
+    microbatches: int = 1
+    below: float | None = None
+    quick: bool = False
+    tried: tuple[str, ...] = ()
+    divided: Traced | None = None
     rules: tuple[ShardingRule, ...] = ()
     variants: Variants | None = None
     shape: Shape | None = None
@@ -136,21 +148,45 @@ class Compilation:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
+    @property
+    def program(self) -> Traced:
+        """The program that is planned."""
+        return self.divided or self.traced
+
+    @property
+    def seconds_per_step(self) -> float:
+        """What the chosen plan takes."""
+        assert self.chosen is not None
+        return self.chosen.price.total_s
+
+    @property
+    def makes_again(self) -> bool:
+        """Whether the chosen plan recomputes for want of memory."""
+        return self.chosen is not None and self.options.remat == "auto" and bool(self.chosen.recomputed)
+
+
+def microbatch(c: Compilation) -> Compilation:
+    """The step as a loop over microbatches."""
+    found = in_microbatches(c.traced, c.microbatches, c.options.batch_argnums, c.options.accumulate_dtype)
+    return replace(c, divided=found)
+
+
 def look_up_rules(c: Compilation) -> Compilation:
     """A sharding rule for each op."""
-    graph = check_graph(c.traced.graph)
+    graph = check_graph(c.program.graph)
     return replace(c, rules=tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops))
 
 
 def fold(c: Compilation) -> Compilation:
     """Ops to clusters, equal clusters to classes; of the program as it is, and of it with values made again where that is asked for."""
-    pinned = {v: _pin_of(c, name) for v, name in zip(c.traced.graph.inputs, c.traced.graph.input_names, strict=True)}
+    program = c.program.graph
+    pinned = {v: _pin_of(c, name) for v, name in zip(program.inputs, program.input_names, strict=True)}
 
     def shape(graph: Graph) -> Shape:
-        found = c.rules if graph is c.traced.graph else tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops)
+        found = c.rules if graph is program else tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops)
         return shape_of(graph, found, c.traced.roles.carried, pinned, donated=c.options.donate)
 
-    return replace(c, variants=Variants(c.traced.graph, shape, c.options.remat))
+    return replace(c, variants=Variants(program, shape, c.options.remat))
 
 
 def intraop(c: Compilation) -> Compilation:
@@ -166,6 +202,8 @@ def intraop(c: Compilation) -> Compilation:
         c.progress,
         time.perf_counter,
         c.options.reduce_dtype == "as_written",
+        c.below,
+        c.quick,
     )
     chosen, candidates = choose(search, c.meshes)
     check_plan(chosen.shape.graph, chosen.shape.rules, chosen.plan)
@@ -176,7 +214,7 @@ def summarise(c: Compilation) -> Compilation:
     """The plan as data, with its predictions."""
     assert c.chosen is not None and c.shape is not None
     graph, chosen = c.shape.graph, c.chosen
-    inputs, outputs = leaves(graph, chosen.plan, roles_of(c.traced))
+    inputs, outputs = leaves(graph, chosen.plan, roles_of(c.program))
     plan = Plan(
         fingerprint_of(c.traced),
         c.target or getattr(c.traced.function, "__name__", ""),
@@ -193,8 +231,9 @@ def summarise(c: Compilation) -> Compilation:
         chosen.live,
         c.candidates,
         plain({k: v for k, v in asdict(c.options).items() if isinstance(v, (str, int, float, bool, tuple, type(None)))}),
-        (*c.traced.roles.notes, *_made_again(c)),
+        (*c.traced.roles.notes, *(c.tried if c.microbatches > 1 else ()), *_made_again(c)),
         jax.__version__,
+        microbatches=c.microbatches,
         remat=c.options.remat if chosen.recomputed else "none",
         recomputed=chosen.recomputed,
     )
@@ -202,6 +241,7 @@ def summarise(c: Compilation) -> Compilation:
 
 
 STEPS: tuple[tuple[str, Callable[[Compilation], Compilation]], ...] = (
+    ("microbatch", microbatch),
     ("rules", look_up_rules),
     ("fold", fold),
     ("intraop", intraop),
@@ -210,13 +250,59 @@ STEPS: tuple[tuple[str, Callable[[Compilation], Compilation]], ...] = (
 
 
 def compile_plan(compilation: Compilation) -> Compilation:
-    """Run every step in order."""
+    """Run every step in order, for each number of microbatches that is worth it; the fastest plan is taken."""
+    asked = compilation.options.microbatches
     with without_collector():
-        for name, step in STEPS:
-            begin = time.perf_counter()
-            compilation = step(compilation)
-            compilation = replace(compilation, seconds={**compilation.seconds, name: time.perf_counter() - begin})
-    return compilation
+        if isinstance(asked, int):
+            return _run(replace(compilation, microbatches=asked))
+        return _as_memory_asks(compilation)
+
+
+def _run(c: Compilation) -> Compilation:
+    for name, step in STEPS:
+        begin = time.perf_counter()
+        c = step(c)
+        c = replace(c, seconds={**c.seconds, name: time.perf_counter() - begin})
+    return c
+
+
+def _as_memory_asks(c: Compilation) -> Compilation:
+    """The whole batch at once where it fits as it is; else twice as many microbatches each time, until that is no faster.
+
+    Where nothing fits, the error is that of the whole batch.
+    """
+    best: Compilation | None = None
+    tried: list[str] = []
+    for count in _counts(c):
+        words = "the whole batch at once" if count == 1 else f"{count} microbatches"
+        c.progress(words)
+        try:
+            below = None if best is None else best.seconds_per_step
+            found = _run(replace(c, microbatches=count, below=below, quick=True, tried=tuple(tried)))
+        except MicrobatchError:
+            break
+        except InfeasibleError:
+            tried.append(f"{words}: nothing fits")
+            if best is not None:
+                break
+            continue
+        if best is not None and found.seconds_per_step >= best.seconds_per_step:
+            break
+        best = found
+        tried.append(f"{words}: {found.seconds_per_step * 1e3:.4g} ms")
+        if not found.makes_again:
+            break
+    return best or _run(c)
+
+
+def _counts(c: Compilation) -> Iterator[int]:
+    """Numbers of microbatches to try: 1, 2, 4, ..., as far as the batch divides."""
+    batch = batch_leaves(c.traced.signature, c.traced.roles, c.traced.graph, c.options.batch_argnums)
+    size = c.traced.graph.avals[c.traced.graph.inputs[batch[0]]].shape[0] if batch else 1
+    count = 1
+    while size % count == 0 and count <= size:
+        yield count
+        count *= 2
 
 
 @contextmanager
@@ -313,7 +399,7 @@ def _pins_on(c: Compilation, name: str) -> list[tuple[str, Any]]:
 
 def input_pins(c: Compilation, mesh: LogicalMesh) -> dict[int, tuple[TensorSharding, ...]]:
     """Graph input value -> the shardings that pins leave it. Raises `UsageError` for a pin that cannot hold."""
-    graph = c.traced.graph
+    graph = c.program.graph
     found: dict[int, tuple[TensorSharding, ...]] = {}
     for v, name in zip(graph.inputs, graph.input_names, strict=True):
         if name in c.fixed:

@@ -153,7 +153,7 @@ def _levels(graph: Graph, fusible: Sequence[bool]) -> list[int]:
 
 
 def _leaves(graph: Graph, value: int, groups: Sequence[int], i: int, fusible: Sequence[bool]) -> bool:
-    if value in graph.free:
+    if value in graph.free or value in graph.fixed_inside:
         return False
     if not fusible[i] or value in graph.output_values:
         return True

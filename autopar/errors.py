@@ -34,6 +34,10 @@ class TraceError(AutoparError):
     """The user's function raised while it was traced, or returned what cannot be planned."""
 
 
+class MicrobatchError(UsageError):
+    """The step cannot run as that many microbatches with the numbers of one batch; the message names the line."""
+
+
 class PlanError(AutoparError):
     """A plan is malformed, or belongs to another program, other shapes or another mesh."""
 

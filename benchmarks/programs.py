@@ -22,6 +22,7 @@ from autopar.intraop.remat import Variants
 from autopar.intraop.shape import shape_of
 from autopar.ir.graph import Graph
 from autopar.ir.rule import ShardingRule
+from autopar.runtime.program import in_microbatches
 from autopar.trace.arguments import split
 from autopar.trace.trace import Traced, trace
 
@@ -132,6 +133,12 @@ def repeated(subject: Program, mode: str = "full") -> Program:
     variants = Variants(subject.traced.graph, lambda graph: shape_of(graph, _rules(graph), subject.traced.roles.carried), mode)
     graph = variants.shape(variants.asked).graph
     return replace(subject, traced=replace(subject.traced, graph=graph), rules=_rules(graph))
+
+
+def divided(subject: Program, count: int) -> Program:
+    """The program that runs the step as `count` microbatches; one device's numbers, for the whole batch, stay."""
+    traced = in_microbatches(subject.traced, count)
+    return replace(subject, traced=traced, rules=_rules(traced.graph))
 
 
 def _rules(graph: Graph) -> tuple[ShardingRule, ...]:

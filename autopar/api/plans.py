@@ -24,9 +24,9 @@ from autopar.ir.plan import Plan as PlanData
 from autopar.ir.serialize import load_plan, plan_to_dict, save_plan
 from autopar.report import diff as report_diff, explain as report_explain, html as report_html, table as report_table
 from autopar.runtime.executor import executable_for, make_mesh
+from autopar.runtime.program import planned
 from autopar.runtime.verify import Verification, verify
 from autopar.trace.arguments import split
-from autopar.trace.recompute import recompute, repeatable
 from autopar.trace.trace import Traced, trace
 from cost_models import Cluster
 
@@ -175,15 +175,11 @@ def check_program(data: PlanData, traced: Traced) -> None:
             "the same arguments, but other operations (or another version of JAX or of the model, or Python numbers for arrays)"
         )
         raise PlanError(f"the plan belongs to another program: {why}. Plan again for this function and these shapes.")
-    _check_whole(data, _repeating(data, traced.graph))
-
-
-def _repeating(data: PlanData, graph: Graph) -> Graph:
-    """The graph that the plan's shardings are for. Raises `PlanError` where it makes again what cannot be."""
-    strange = set(data.recomputed).difference(repeatable(graph))
-    if strange:
-        raise PlanError(f"the plan makes value {min(strange)} again, which its program does not allow. {_AGAIN}")
-    return recompute(graph, data.recomputed)
+    try:
+        program = planned(traced, data)
+    except PlanError as error:
+        raise PlanError(f"{error} {_AGAIN}") from error
+    _check_whole(data, program.graph)
 
 
 def _check_whole(data: PlanData, graph: Graph) -> None:

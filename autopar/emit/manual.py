@@ -171,9 +171,9 @@ class _Device:
         """
         graph = self.emission.graph
         for o in graph.ops[m.gate].inputs:
-            if o != m.value and o in self.made and o not in graph.free and graph.avals[o].size:
+            if o != m.value and o in self.made and o not in graph.unmoved and graph.avals[o].size:
                 return self.made[o]
-        return next(x for x in reversed(self.made.values()) if x.size)
+        return next(x for v, x in reversed(self.made.items()) if x.size and v not in graph.fixed_inside)
 
 
 def before(graph: Graph, made: dict[int, Any]) -> list[Any]:

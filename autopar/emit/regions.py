@@ -79,8 +79,8 @@ def _inside(graph: Graph, first: int, stop: int, region: int) -> tuple[int, int]
 
 def _scan(runner: Runner, region: int, first: int, stop: int) -> None:
     graph: Graph = runner.emission.graph
-    carries, slices, exits, stacks = (
-        _ports(graph, first, stop, region, kind) for kind in ("loop_carry", "loop_slice", "loop_exit", "loop_stack")
+    carries, slices, reads, exits, stacks = (
+        _ports(graph, first, stop, region, kind) for kind in ("loop_carry", "loop_slice", "loop_read", "loop_exit", "loop_stack")
     )
     params = runner.emission.program.equations[graph.regions[region].equation].equation.params
     start, end = _inside(graph, first, stop, region)
@@ -89,6 +89,8 @@ def _scan(runner: Runner, region: int, first: int, stop: int) -> None:
         inner = runner.inner()
         for i, x in zip((*carries, *slices), (*carry, *xs), strict=True):
             inner.give(i, x)
+        for i in reads:
+            inner.give(i, inner.operand(i, 0))
         run(inner, start, end, region)
         return tuple(_typed(inner.operand(i, 0), graph, i) for i in exits), tuple(_typed(inner.operand(i, 0), graph, i) for i in stacks)
 

@@ -15,7 +15,7 @@ from autopar.ir.graph import Graph, Op
 from autopar.ir.rule import ShardingRule
 
 _NEVER = MATMULS | {"gather", "scatter-add", "scatter", "sort", "top_k", "optimization_barrier", "pin", "rng_bit_generator"}
-_NEVER |= {"loop_test", "branch_join"}
+_NEVER |= {"loop_test", "branch_join", "loop_read"}
 _JOINS = frozenset({"add", "add_any", "sub"})
 _BRANCHES = frozenset({"transpose", "reshape", "convert_element_type", "neg", "squeeze", "expand_dims", "mul", "div", "copy"})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from autopar.intraop.reshard import Price, cheapest
@@ -68,7 +68,8 @@ def connect(
         forms = _Forms([origin[value]])
         for _, _, target in uses:
             _reach(forms, value, target, graph, mesh, _locally(price) if value in graph.free else price)
-        moves.extend(forms.moves)
+        held = value in graph.fixed_inside  # or a compiler would move it before the loop
+        moves.extend(replace(m, gate=uses[0][0]) if held and m.source == origin[value] else m for m in forms.moves)
     return ShardingPlan(mesh, tuple(strategies), tuple(inputs), tuple(outputs), number(moves))
 
 

@@ -129,15 +129,17 @@ def _planned(
     graph: Graph, network: Network, member: Member, steps: Sequence[tuple[Opening, _Form, _Form]], kept: Set[int], early: bool
 ) -> list[PlannedMove]:
     """The moves of one value. Those that start from the value as it was made wait at a gate where a compiler would do them too soon:
-    what is made again, and, for a value that nothing but state feeds (`early`), what is not kept from forward to backward.
+    what is made again, for a value that nothing but state feeds (`early`), what is not kept from forward to backward, and what is made in
+    each iteration of a loop although its source does not change.
     """
     states = network.graph.states
+    fixed = member.value in graph.fixed_inside
     found = []
     for opening, (source_generation, tail), (generation, head) in steps:
         assert opening.arc is not None
         again = generation == 1 and source_generation == 0
         late = opening.layer == LATE and network.layers == 2
-        hasty = early and opening.arc.move.communicates and generation == 0 and (late or head not in kept)
+        hasty = opening.arc.move.communicates and generation == 0 and (fixed or (early and (late or head not in kept)))
         gate = _gate(graph, member, late) if again or hasty else -1
         found.append(PlannedMove(member.value, opening.arc.move, states[tail], states[head], "", generation, source_generation, gate))
     return found
@@ -171,9 +173,9 @@ def _gate(graph: Graph, member: Member, late: bool = True) -> int:
     """The first forward or the first later op that reads the value beside another one: what must not be early waits for that operand."""
     readers = sorted(i for uses in member.uses for i, _ in uses if i < len(graph.ops) and (graph.ops[i].phase != "forward") == late)
     for i in readers:
-        if any(o != member.value and o not in graph.free and graph.avals[o].size for o in graph.ops[i].inputs):
+        if any(o != member.value and o not in graph.unmoved and graph.avals[o].size for o in graph.ops[i].inputs):
             return i
-    return -1
+    return readers[0] if readers and member.value in graph.fixed_inside else -1
 
 
 def _free_moves(layout: Layout, strategies: Sequence[Strategy], outputs: Sequence[TensorSharding]) -> list[PlannedMove]:

@@ -31,7 +31,10 @@ Values = frozenset[int]
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """What is sought: a plan of one of the `variants` under `budget` bytes per device. `pins` are by mesh, `clock` is in seconds."""
+    """What is sought: a plan of one of the `variants` under `budget` bytes per device. `pins` are by mesh, `clock` is in seconds.
+
+    Plans that take `below` seconds or more are of no use. `quick`: what would fit where nothing does is not sought.
+    """
 
     variants: Variants
     cluster: Any
@@ -41,6 +44,8 @@ class Search:
     progress: Progress
     clock: Callable[[], float]
     as_written: bool = False
+    below: float | None = None
+    quick: bool = False
 
     def plan(self, mesh: LogicalMesh, values: Values, least: bool) -> Chosen:
         """The best plan on a mesh that makes these values again. Raises `InfeasibleError`, which says what would fit if `least`."""
@@ -143,8 +148,8 @@ def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple
     which even that is slower than a plan that was found are passed over. Raises the least bad `InfeasibleError` when none fits,
     `SolverError` when time ran out everywhere.
     """
-    if len(meshes) == 1:
-        alone = search.best(meshes[0])
+    if len(meshes) == 1 and search.below is None:
+        alone = search.best(meshes[0], not search.quick)
         _tell(search, alone)
         return alone, ((str(meshes[0]), alone.price.total_s),)
     found: list[Chosen] = []
@@ -154,7 +159,7 @@ def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple
     bounds = {mesh: search.bound(mesh) for mesh in meshes}
     for mesh in sorted(meshes, key=lambda m: _rank(bounds[m])):
         least = bounds[mesh] or 0.0
-        if found and least > min(c.price.total_s for c in found) * (1 - search.options.gap):
+        if least > min([c.price.total_s for c in found] or [_most(search)]) * (1 - search.options.gap):
             tried[f"{mesh}, at least"] = least
             continue
         tried[str(mesh)] = float("inf")
@@ -172,12 +177,19 @@ def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple
         _tell(search, chosen)
     if not found and unanswered:
         raise unanswered[0]
+    if not found and search.quick:
+        raise InfeasibleError("no plan that is looked for fits.")
     if not found:
         found.append(_at_last(search, refused))
         tried[str(found[0].pricer.mesh)] = found[0].price.total_s
     best = min(found, key=lambda c: c.price.total_s)
     total = replace(best, enumerate_s=sum(c.enumerate_s for c in found), solve_s=sum(c.solve_s for c in found))
     return total, tuple(tried.items())
+
+
+def _most(search: Search) -> float:
+    """Seconds that a plan may take to be of use."""
+    return float("inf") if search.below is None else search.below
 
 
 def _rank(bound: float | None) -> float:

@@ -15,7 +15,7 @@ from autopar.ir.dtypes import itemsize
 
 Phase = OneOf["forward", "backward", "update"]
 RegionKind = OneOf["scan", "while", "test", "cond", "branch"]
-ENTERING = frozenset({"loop_carry", "loop_slice", "loop_view"})
+ENTERING = frozenset({"loop_carry", "loop_slice", "loop_view", "loop_read"})
 """Ops that stand before a region's own ops and make values inside it."""
 LEAVING = frozenset({"loop_exit", "loop_stack", "loop_test", "branch_join"})
 """Ops that stand after a region's own ops and bring its values out."""
@@ -166,6 +166,16 @@ class Graph:
         return frozenset(r for op in self.ops if op.again for r in op.results)
 
     @cached_property
+    def fixed_inside(self) -> frozenset[int]:
+        """Values of loops that are the same in each iteration: outer ones as `loop_read` brings them in."""
+        return frozenset(r for op in self.ops if op.primitive == "loop_read" for r in op.results)
+
+    @cached_property
+    def unmoved(self) -> frozenset[int]:
+        """Values for which a compiler need wait for nothing: those that are free, and those that no iteration of their loop changes."""
+        return self.free | self.fixed_inside
+
+    @cached_property
     def times(self) -> tuple[int, ...]:
         """How often each op runs per step. What stands between a region and its parent and works once per iteration counts so."""
         inside = [self._runs(r) for r in range(len(self.regions))]
@@ -245,4 +255,4 @@ class Graph:
 
 def reads_in(op: Op) -> int:
     """The region in whose iterations an op works: a slice is taken, and a stack filled, inside of the loop."""
-    return int(op.param("region")) if op.primitive in ("loop_slice", "loop_stack", "loop_view", "loop_test") else op.region
+    return int(op.param("region")) if op.primitive in ("loop_slice", "loop_stack", "loop_view", "loop_test", "loop_read") else op.region

@@ -18,6 +18,15 @@ def number(name: str, value: Any, wanted: str, *, low: float = 0.0, high: float 
     return float(value)
 
 
+def count_or_auto(name: str, value: Any) -> int | str:
+    """A whole number from 1 on, or "auto"."""
+    if value == "auto" and isinstance(value, str):
+        return "auto"
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{name} must be a positive whole number or 'auto', not {value!r}.")
+    return int(value)
+
+
 def flag(name: str, value: Any) -> bool:
     """True or False, and nothing that only counts as such."""
     if not isinstance(value, bool):

@@ -1,7 +1,8 @@
 """What enters and leaves loop bodies and branches: values go through as they lie.
 
 A carried value comes in by `loop_carry` and goes round by `loop_exit`; the planner gives both one sharding. A scan takes slices of its
-stacked operands along the first dimension, which stays whole, and stacks results along it.
+stacked operands along the first dimension, which stays whole, and stacks results along it. An outer value that comes in by `loop_read` may
+be converted before the loop, once, or in each of its iterations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from autopar.rules.passing import Constants, moved
 from autopar.rules.registry import Avals, register
 
 
-@register("loop_carry", "loop_exit", "loop_view")
+@register("loop_carry", "loop_exit", "loop_view", "loop_read")
 def passed_on(operands: Avals, results: Avals, *, constants: Constants, **_: Any) -> ShardingRule:
     """`(i j) -> (i j)`."""
     return pointwise(operands, results, moved(results[0].dtype, (0,), constants))

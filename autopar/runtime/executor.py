@@ -6,7 +6,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +21,8 @@ from autopar.errors import MeshError, StateError, UsageError
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import TensorSharding
-from autopar.trace.recompute import recompute
+from autopar.runtime.program import planned
+from autopar.trace import compat
 from autopar.trace.trace import Traced
 
 _BELOW_ONE_BYTE = ("int4", "uint4", "int2", "uint2")
@@ -56,15 +56,10 @@ def own_settings(mesh: Mesh) -> Iterator[None]:
 
 def executable_for(plan: Plan, traced: Traced, mesh: Mesh, donate: bool = True, emitter: str = "shard_map") -> Executable:
     """A plan and the program that it belongs to, ready to be compiled for `mesh`."""
-    traced = repeating(traced, plan.recomputed)
+    traced = planned(traced, plan)
     found = tuple(rules.rule_for(op, traced.graph.aval) for op in traced.graph.ops)
     as_written = plan.options.get("reduce_dtype") == "as_written"
     return Executable(traced, Emission(traced.graph, traced.program, found, plan.sharding, as_written), mesh, donate, emitter)
-
-
-def repeating(traced: Traced, recomputed: Sequence[int]) -> Traced:
-    """The program with what a plan makes again."""
-    return replace(traced, graph=recompute(traced.graph, recomputed)) if recomputed else traced
 
 
 class Owned:
@@ -107,7 +102,7 @@ class Executable:
     def specs(self) -> list[Any]:
         """The program's arguments as `jax.ShapeDtypeStruct`s on the mesh."""
         avals = [self.traced.graph.avals[v] for v in self.traced.graph.inputs]
-        structs = [_struct(a, s) for a, s in zip(avals, self.shardings, strict=True)]
+        structs = [compat.struct(a, s) for a, s in zip(avals, self.shardings, strict=True)]
         return [jax.ShapeDtypeStruct((), jnp.int32, sharding=self.zero.sharding), *structs]
 
     def lower(self) -> Any:
@@ -156,15 +151,6 @@ class Executable:
                     f"`{name}` was donated to an earlier step and is gone. Pass the state that the last step returned, or keep the old "
                     "one with Options(donate=False)."
                 )
-
-
-def _struct(aval: Any, sharding: Any) -> Any:
-    if aval.dtype.startswith("key<"):
-        impl = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}[aval.dtype[4:-1]]
-        dtype = jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
-        return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=sharding)
-    dtype = jax.dtypes.float0 if aval.dtype == "float0" else aval.dtype
-    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def _put(leaf: Any, dtype: str, sharding: Any, copy: bool) -> Any:

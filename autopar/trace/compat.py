@@ -217,11 +217,33 @@ def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
 
 
 def broadcast_equation(shape: tuple[int, ...], dtype: str, target: tuple[int, ...], dimensions: tuple[int, ...]) -> Any:
-    """An equation of `broadcast_in_dim`."""
+    """An equation of `broadcast_in_dim`, or of a copy where that would change nothing."""
+    if shape == target:
+        return copy_equation(shape, dtype)
     operand = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype))
     return jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim_p.bind(x, shape=target, broadcast_dimensions=dimensions, sharding=None))(
         operand
     ).eqns[0]
+
+
+def copy_equation(shape: tuple[int, ...], dtype: str) -> Any:
+    """An equation that gives its operand back."""
+    return jax.make_jaxpr(jax.lax.copy_p.bind)(jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype))).eqns[0]
+
+
+def loop_equation(length: int) -> Any:
+    """An equation of `scan` of this length."""
+    return jax.make_jaxpr(lambda: jax.lax.scan(lambda n, _: (n + 1, None), 0, length=length)[0])().eqns[0]
+
+
+def struct(aval: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """A graph's aval as JAX writes it; PRNG keys and float0 included."""
+    if aval.dtype.startswith("key<"):
+        impl = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}[aval.dtype[4:-1]]
+        dtype = jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+        return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=sharding)
+    dtype = jax.dtypes.float0 if aval.dtype == "float0" else jax.numpy.dtype(aval.dtype)
+    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 def scalar_zero(dtype: str) -> Any:

@@ -26,10 +26,10 @@ def flatten(closed: Any, input_names: Sequence[str] = (), output_names: Sequence
 
     Values and ops are renumbered densely after dead code is dropped.
     """
-    builder = _Builder()
+    builder = Builder()
     inputs = [builder.value(v.aval) for v in closed.jaxpr.invars]
     constants = [builder.lift(c) for c in closed.consts]
-    outputs, literals = builder.open(closed.jaxpr, [*constants], [*inputs], _Where())
+    outputs, literals = builder.open(closed.jaxpr, [*constants], [*inputs], Where())
     constants = [number for number, _ in builder.lifted.values()]
     graph = Graph(
         tuple(builder.avals),
@@ -50,7 +50,7 @@ def flatten(closed: Any, input_names: Sequence[str] = (), output_names: Sequence
 
 
 @dataclass(frozen=True)
-class _Where:
+class Where:
     """What an opened call hands down: name stack, user line, the region that we are in, and whether forward's ops are run again in it."""
 
     stack: str = ""
@@ -68,7 +68,7 @@ class _Literal:
 
 
 @dataclass
-class _Builder:
+class Builder:
     avals: list[Aval] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     equations: list[Equation] = field(default_factory=list)
@@ -94,13 +94,13 @@ class _Builder:
     def literal(self, atom: Any) -> _Literal:
         return _Literal(Constant(self.aval(atom.aval), repr(_plain_number(atom.val))), atom.val)
 
-    def open(self, jaxpr: Any, constants: list[Any], arguments: list[Any], where: _Where) -> tuple[list[Operand], dict[int, Any]]:
+    def open(self, jaxpr: Any, constants: list[Any], arguments: list[Any], where: Where) -> tuple[list[Operand], dict[int, Any]]:
         """Add a jaxpr's equations; returns its outputs as operands, and the values of those that are literals."""
         found = self.run(jaxpr, constants, arguments, where)
         literals = {i: o.value for i, o in enumerate(found) if isinstance(o, _Literal)}
         return [o.constant if isinstance(o, _Literal) else o for o in found], literals
 
-    def run(self, jaxpr: Any, constants: list[Any], arguments: list[Any], where: _Where) -> list[Any]:
+    def run(self, jaxpr: Any, constants: list[Any], arguments: list[Any], where: Where) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
 
@@ -112,8 +112,8 @@ class _Builder:
             env.update(zip(equation.outvars, self.equation(equation, operands, where), strict=True))
         return [read(a) for a in jaxpr.outvars]
 
-    def equation(self, equation: Any, operands: list[Any], where: _Where) -> Sequence[Any]:
-        here = _Where(_join(where.stack, compat.name_stack(equation)), where.source, where.region, where.repeats)
+    def equation(self, equation: Any, operands: list[Any], where: Where) -> Sequence[Any]:
+        here = Where(_join(where.stack, compat.name_stack(equation)), where.source, where.region, where.repeats)
         opens = opener(equation)
         if opens is not None:
             return opens(self, equation, operands, replace(here, source=compat.source_line(equation) or where.source))
@@ -127,7 +127,7 @@ class _Builder:
             return self.run(inner.jaxpr, constants, operands, replace(here, source=compat.source_line(equation) or where.source))
         return self.add(equation, operands, here)
 
-    def gate(self, value: Any, where: _Where) -> Any:
+    def gate(self, value: Any, where: Where) -> Any:
         """A value as it is read again on purpose."""
         if isinstance(value, _Literal) or not self.avals[value].size:
             return value
@@ -151,7 +151,7 @@ class _Builder:
             self.lifted[id(value)] = (self.value(compat.abstract(value)), value)
         return self.lifted[id(value)][0]
 
-    def add(self, equation: Any, operands: list[Any], where: _Where) -> tuple[int, ...]:
+    def add(self, equation: Any, operands: list[Any], where: Where) -> tuple[int, ...]:
         """One op, or the results of an equal one that stands already."""
         params = normalise_params(equation.params) + compat.derived_params(equation)
         plain = tuple(o.constant if isinstance(o, _Literal) else o for o in operands)
@@ -186,18 +186,18 @@ class _Builder:
             self.seen[key] = results
         return results
 
-    def begin(self, kind: RegionKind, equation: Any, where: _Where, times: int) -> tuple[int, _Where]:
+    def begin(self, kind: RegionKind, equation: Any, where: Where, times: int) -> tuple[int, Where]:
         """A new region inside that of `where`, with what its ops are handed down."""
         self.equations.append(Equation(equation, {}))
         self.regions.append(Region(kind, where.region, times, len(self.equations) - 1))
         return len(self.regions) - 1, replace(where, region=len(self.regions) - 1)
 
-    def body(self, closed: Any, operands: Sequence[Any], where: _Where) -> list[Any]:
+    def body(self, closed: Any, operands: Sequence[Any], where: Where) -> list[Any]:
         """What a region's jaxpr gives for these operands."""
         return self.run(closed.jaxpr, [self.lift(c) for c in closed.consts], list(operands), where)
 
     def boundary(
-        self, kind: str, equation: Any, operands: Sequence[Any], avals: Sequence[Any], where: _Where, at: tuple[int, int]
+        self, kind: str, equation: Any, operands: Sequence[Any], avals: Sequence[Any], where: Where, at: tuple[int, int]
     ) -> int | None:
         """An op between a region and its parent, in which it stands, `at` (region, position); returns its result, where it has one."""
         results = tuple(self.value(a) for a in avals)
@@ -210,7 +210,7 @@ class _Builder:
         self.ops.append(Op(kind, params, plain, results, phase, scope(where.stack), where.source, last, region=where.region))
         return results[0] if results else None
 
-    def nothing(self, aval: Aval, where: _Where) -> int:
+    def nothing(self, aval: Aval, where: Where) -> int:
         """A value without elements, made of a literal: it needs no operand's numbers."""
         zero = Aval((), aval.dtype)
         literal = compat.scalar_zero(aval.dtype)

@@ -117,10 +117,13 @@ def _without_equal_slices(graph: Graph, spread: Spread) -> Graph:
             continue
         changed = True
         shape, narrower = graph.avals[op.results[0]].shape, tuple(d - 1 for d in dims)
-        equation = spread(graph.aval(wide.operands[0]), shape, narrower, wide.equation)
-        params = (("broadcast_dimensions", narrower), ("shape", shape), ("sharding", None))
-        ops.append(replace(wide, params=params, results=op.results, equation=equation, region=op.region, phase=op.phase))
-    return _grouped(replace(graph, ops=tuple(ops))) if changed else graph
+        before = graph.aval(wide.operands[0])
+        equation = spread(before, shape, narrower, wide.equation)
+        spreads = before.shape != shape
+        params = (("broadcast_dimensions", narrower), ("shape", shape), ("sharding", None)) if spreads else ()
+        name = "broadcast_in_dim" if spreads else "copy"
+        ops.append(replace(wide, primitive=name, params=params, results=op.results, equation=equation, region=op.region, phase=op.phase))
+    return grouped(replace(graph, ops=tuple(ops))) if changed else graph
 
 
 def _moved_out(graph: Graph) -> Graph:
@@ -147,10 +150,10 @@ def _moved_out(graph: Graph) -> Graph:
             leave(i, r)
     if all(region[i] == op.region for i, op in enumerate(graph.ops)):
         return graph
-    return _grouped(replace(graph, ops=tuple(replace(op, region=region[i]) for i, op in enumerate(graph.ops))))
+    return grouped(replace(graph, ops=tuple(replace(op, region=region[i]) for i, op in enumerate(graph.ops))))
 
 
-def _grouped(graph: Graph) -> Graph:
+def grouped(graph: Graph) -> Graph:
     """Ops of a region together again: what stands outside of it, though written within, comes before it."""
     order: list[Op] = []
     _place(graph, ROOT, graph.ops, order)

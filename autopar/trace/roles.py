@@ -8,6 +8,10 @@ from typing import Any
 
 import jax
 
+from autopar.errors import MicrobatchError
+from autopar.ir.graph import Graph
+from autopar.trace.arguments import Signature
+
 Path = tuple[Any, ...]
 
 
@@ -130,3 +134,30 @@ def _key(entry: Any) -> Any:
 
 def _text(path: Path) -> str:
     return "/".join(map(str, path))
+
+
+def batch_leaves(signature: Signature, roles: Roles, graph: Graph, batch_argnums: Sequence[int] = ()) -> tuple[int, ...]:
+    """The inputs that are cut along their first dimension to make microbatches, as positions among the graph's inputs.
+
+    With `batch_argnums`, all leaves of those positional arguments that have dimensions; else those of the arguments that are not all state
+    and whose leaves share their first dimension, the size that most bytes have. Raises `MicrobatchError` where named ones do not share it.
+    """
+    state = {i for i, _ in roles.carried}
+    avals = [graph.avals[v] for v in graph.inputs]
+    args, kwargs = jax.tree.unflatten(signature.tree, range(signature.tree.num_leaves))
+    traced = {leaf: k for k, leaf in enumerate(signature.positions)}
+    groups = [[traced[leaf] for leaf in jax.tree.leaves(a) if leaf in traced] for a in (*args, *kwargs.values())]
+    if batch_argnums:
+        named = [k for n in batch_argnums for k in groups[n] if avals[k].ndim]
+        sizes = {avals[k].shape[0] for k in named}
+        if len(sizes) > 1:
+            raise MicrobatchError(f"the leaves of the batch (batch_argnums={tuple(batch_argnums)}) have first dimensions {sorted(sizes)}.")
+        return tuple(named)
+    found: dict[int, list[int]] = {}
+    for group in groups:
+        leaves = [k for k in group if avals[k].ndim]
+        sizes = {avals[k].shape[0] for k in leaves}
+        if len(sizes) == 1 and not state.issuperset(leaves) and max(sizes) > 1:
+            found.setdefault(sizes.pop(), []).extend(leaves)
+    best = max(found, key=lambda n: sum(avals[k].nbytes for k in found[n]), default=0)
+    return tuple(sorted(found[best])) if best else ()

@@ -152,7 +152,9 @@ class _Simplifier:
         which = self._number(op, 0)
         if which is not None:
             return 1 + int(which)
-        return 1 if len(set(op.operands[1:])) == 1 else None
+        numbers = {repr(self._number(op, k)) for k in range(1, len(op.operands))}
+        alike = len(set(op.operands[1:])) == 1 or (len(numbers) == 1 and "None" not in numbers)
+        return 1 if alike else None
 
     def _undone(self, op: Op) -> int | None:
         """What this op makes of another of its kind: the operand of two negations, transposes, reshapes or casts that undo each other."""

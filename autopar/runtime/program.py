@@ -1,0 +1,96 @@
+"""The program that a plan is for: the traced one as so many microbatches, with what is made again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from autopar import rules
+from autopar.emit.lower import lower
+from autopar.emit.place import Place
+from autopar.errors import MicrobatchError, PlanError
+from autopar.ir.graph import Aval, Op
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import Plan
+from autopar.ir.rule import ShardingRule
+from autopar.ir.strategy import Strategy
+from autopar.rules import local_function
+from autopar.trace import compat
+from autopar.trace.microbatch import divide
+from autopar.trace.program import Equation
+from autopar.trace.recompute import recompute, repeatable
+from autopar.trace.roles import batch_leaves
+from autopar.trace.separate import separate
+from autopar.trace.trace import Traced
+
+
+def planned(traced: Traced, plan: Plan) -> Traced:
+    """The program whose ops a plan's strategies are for. Raises `PlanError` where the plan asks for what its program does not allow."""
+    options = plan.options
+    batch, dtype = tuple(options.get("batch_argnums", ())), str(options.get("accumulate_dtype", "float32"))
+    return _planned(traced, plan.microbatches, batch, dtype, plan.recomputed)
+
+
+@lru_cache(maxsize=4)
+def _planned(traced: Traced, count: int, batch: tuple[int, ...], dtype: str, recomputed: tuple[int, ...]) -> Traced:
+    try:
+        traced = in_microbatches(traced, count, batch, dtype)
+    except MicrobatchError as error:
+        raise PlanError(f"the plan is for {count} microbatches, which its program does not allow: {error}") from error
+    strange = set(recomputed).difference(repeatable(traced.graph))
+    if strange:
+        raise PlanError(f"the plan makes value {min(strange)} again, which its program does not allow.")
+    return replace(traced, graph=recompute(traced.graph, recomputed)) if recomputed else traced
+
+
+def in_microbatches(traced: Traced, count: int, batch_argnums: Sequence[int] = (), accumulate_dtype: str = "float32") -> Traced:
+    """The program that runs the step as `count` microbatches, one after the other, and gives what it gives for the whole batch.
+
+    Raises `MicrobatchError` where that cannot be.
+    """
+    if count == 1:
+        return traced
+    batch = batch_leaves(traced.signature, traced.roles, traced.graph, batch_argnums)
+    if not batch:
+        raise MicrobatchError(
+            "no argument of the step looks like a batch, so it cannot run in microbatches: state comes back, and of the rest none has "
+            "leaves that share their first dimension. Name the batch with `batch_argnums`, or use microbatches=1."
+        )
+    size = traced.graph.avals[traced.graph.inputs[batch[0]]].shape[0]
+    if size % count:
+        raise MicrobatchError(f"a batch of {size} does not divide into {count} microbatches. Use a number that divides it.")
+    graph = traced.graph
+    found = tuple(rules.rule_for(op, graph.aval) for op in graph.ops)
+    parts = separate(graph, found, batch, count)
+    divided = divide(graph, traced.program, found, parts, _lower, accumulate_dtype == "as_written")
+    return replace(traced, graph=divided.graph, program=divided.program)
+
+
+def _lower(
+    op: Op,
+    equation: Equation,
+    rule: ShardingRule,
+    strategy: Strategy,
+    avals_in: tuple[Aval, ...],
+    avals_out: tuple[Aval, ...],
+    operands: Sequence[Any],
+    mesh: LogicalMesh,
+    index: Any,
+    as_written: bool,
+) -> Sequence[Any]:
+    """One op on one microbatch, as it would run on one device of an axis of that many. A user's closed function stays closed."""
+    place = Place(mesh, lambda axes: index)
+    params = dict(equation.equation.params)
+
+    def run(*xs: Any) -> Sequence[Any]:
+        bind = lambda params, values: compat.bind(equation.equation, values, params)  # noqa: E731
+        return lower(bind, op, params, rule, strategy, avals_in, avals_out, xs, place, as_written=as_written)
+
+    if op.primitive in ("jit", "pjit") and local_function(op, avals_in, avals_out) is not None:
+        run.__name__ = str(op.param("name"))
+        return jax.jit(run)(*operands)
+    return run(*operands)

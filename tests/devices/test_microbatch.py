@@ -1,0 +1,378 @@
+"""Steps as loops over microbatches beside one device and the whole batch: numbers, collectives, and what is refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from programs import EXACT, FAST, assert_close
+
+import autopar
+from autopar import models
+from autopar.errors import MicrobatchError, PlanError, UsageError
+from autopar.runtime.program import in_microbatches
+from autopar.trace.trace import trace
+from benchmarks import forced
+from benchmarks.programs import SMALL, divided, zoo
+
+B, D = 16, 8
+SGD = optax.sgd(0.1)
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    with jax.enable_x64(True):
+        yield
+
+
+def weights(seed=0, layers=2):
+    keys = jax.random.split(jax.random.key(seed), layers)
+    return [jax.random.normal(k, (D, D), float) * 0.5 for k in keys]
+
+
+def batch(seed=1, n=B):
+    a, b, c = jax.random.split(jax.random.key(seed), 3)
+    mask = jnp.asarray(np.random.default_rng(seed).integers(0, 2, n), float).at[: n // 4].set(0)  # the first microbatch of four has none
+    return {"x": jax.random.normal(a, (n, D), float), "y": jax.random.normal(b, (n, D), float), "mask": mask}
+
+
+def forward(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def errors(ws, b):
+    return jnp.sum((forward(ws, b["x"]) - b["y"]) ** 2, -1)
+
+
+def trained(loss, tx=SGD):
+    """A step of a loss `(weights, batch) -> value` or `(value, metrics)`."""
+
+    def step(state, b):
+        ws, opt = state
+        found, grads = jax.value_and_grad(lambda w: _pair(loss(w, b)), has_aux=True)(ws)
+        updates, opt = tx.update(grads, opt, ws)
+        return (optax.apply_updates(ws, updates), opt), found
+
+    return step, (weights(), tx.init(weights()))
+
+
+def _pair(found):
+    return found if isinstance(found, tuple) else (found, {})
+
+
+def run_beside(step, state, b, count, steps=3, **options):
+    """Three steps as microbatches beside three of the whole batch; returns the plan."""
+    ours = autopar.parallelize(step, FAST, microbatches=count, **options)
+    mine = theirs = state
+    for _ in range(steps):
+        mine, found = ours(mine, b)
+        theirs, expected = jax.jit(step)(theirs, b)
+        assert_close(found, expected)
+    assert_close(mine, theirs)
+    plan = ours.plan(state, b)
+    assert plan.microbatches == count
+    return plan
+
+
+def mean(ws, b):
+    return jnp.mean(errors(ws, b))
+
+
+def total(ws, b):
+    return jnp.sum(errors(ws, b))
+
+
+def weighted(ws, b):
+    """A mean over what the mask leaves: its sum couples the examples, and is known beforehand."""
+    return jnp.sum(errors(ws, b) * b["mask"]) / jnp.sum(b["mask"])
+
+
+def regularised(ws, b):
+    return mean(ws, b) + 0.01 * sum(jnp.sum(w**2) for w in ws)
+
+
+def two_losses(ws, b):
+    return mean(ws, b) + 0.3 * weighted(ws[::-1], b)
+
+
+def tied(ws, b):
+    h = jnp.tanh(b["x"] @ ws[0])
+    return jnp.mean((h @ ws[0].T - b["y"]) ** 2)
+
+
+def scanned(ws, b):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), b["x"], jnp.stack(ws))
+    return jnp.mean((x - b["y"]) ** 2)
+
+
+def measured(ws, b):
+    """Metrics of every kind."""
+    e = errors(ws, b)
+    aux = {
+        "count": jnp.sum(b["mask"]),
+        "largest": jnp.max(e),
+        "smallest": jnp.min(e),
+        "any": jnp.any(e > 3.0),
+        "all": jnp.all(e > 0.1),
+        "each": e,
+        "where": jnp.argmax(e),
+        "perplexity": jnp.exp(jnp.mean(e)),
+        "rms": jnp.sqrt(jnp.mean(e**2)),
+        "constant": jnp.float32(3),
+        "median": jnp.median(e),
+        "by feature": jnp.mean(forward(ws, b["x"]), 0).T,
+        "columns": forward(ws, b["x"]).T,
+        "weights": sum(jnp.sum(w) for w in ws),
+    }
+    return jnp.mean(e), aux
+
+
+@pytest.mark.parametrize("count", [2, 4, 16])
+@pytest.mark.parametrize("loss", [mean, weighted, measured], ids=lambda f: f.__name__)
+def test_losses(loss, count):
+    step, state = trained(loss)
+    run_beside(step, state, batch(), count)
+
+
+@pytest.mark.parametrize("loss", [total, regularised, two_losses, tied, scanned], ids=lambda f: f.__name__)
+def test_more_losses(loss):
+    step, state = trained(loss, optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)))
+    run_beside(step, state, batch(), 4)
+
+
+OPTIMIZERS = {
+    "clipped adamw": optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "frozen": optax.multi_transform({"train": optax.adam(1e-2), "keep": optax.set_to_zero()}, ["train", "keep"]),
+    "several steps": optax.MultiSteps(optax.adam(1e-2), 2),
+    "finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "average": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    step, state = trained(weighted, OPTIMIZERS[name])
+    run_beside(step, state, batch(), 4)
+
+
+def test_dropout_masks_are_those_of_the_whole_batch():
+    def step(state, b):
+        ws, key = state
+        key, now = jax.random.split(key)
+
+        def loss(ws):
+            h = jnp.tanh(b["x"] @ ws[0])
+            h = jnp.where(jax.random.bernoulli(now, 0.5, h.shape), 2 * h, 0.0)
+            noise = jax.random.normal(jax.random.fold_in(now, 1), (B, D), float)
+            return jnp.mean((h @ ws[1] + 0.1 * noise - b["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(ws)
+        return (jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), key), value
+
+    run_beside(step, (weights(), jax.random.key(7)), batch(), 4)
+
+
+def test_keys_per_example():
+    def step(ws, b):
+        keys = jax.random.split(jax.random.key(3), B)
+
+        def one(w, x, y, key):
+            return jnp.mean((jnp.tanh(x @ w) * jax.random.normal(key, (D,), float) - y) ** 2)
+
+        value, grad = jax.value_and_grad(lambda w: jnp.mean(jax.vmap(one, (None, 0, 0, 0))(w, b["x"], b["y"], keys)))(ws)
+        return ws - 0.1 * grad, value
+
+    run_beside(step, weights()[0], batch(), 8)
+
+
+def test_loss_scaling():
+    def step(state, b):
+        ws, scale = state
+        value, grads = jax.value_and_grad(lambda w: scale * mean(w, b))(ws)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        fine = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in grads]))
+        new = jax.tree.map(lambda w, g: jnp.where(fine, w - 0.1 * g, w), ws, grads)
+        return (new, jnp.where(fine, scale * 1.5, scale / 2)), value / scale
+
+    run_beside(step, (weights(), jnp.asarray(1024.0, float)), batch(), 4)
+
+
+def test_time_major_recurrence():
+    """A scan over time whose carry is cut along the batch; examples stand second."""
+
+    def step(w, b):
+        def loss(w):
+            def cell(h, x):
+                return jnp.tanh(x @ w + h), jnp.sum(h)
+
+            h, sums = jax.lax.scan(cell, jnp.zeros((B, D)), jnp.swapaxes(b["x"], 0, 1))
+            return jnp.mean((h - b["y"]) ** 2) + 1e-3 * jnp.sum(sums)
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grad, value
+
+    x = jax.random.normal(jax.random.key(0), (B, 5, D), float)
+    run_beside(step, weights()[0], {"x": x, "y": batch()["y"]}, 4)
+
+
+def test_branches_and_embeddings():
+    def step(state, b):
+        table, w = state
+
+        def loss(table, w):
+            x = table[b["tokens"]]
+            x = jax.lax.cond(jnp.sum(w) > 0, lambda x: jnp.tanh(x @ w), lambda x: x * 2, x)
+            logits = x @ table.T
+            return optax.softmax_cross_entropy_with_integer_labels(logits, b["tokens"]).mean()
+
+        value, grads = jax.value_and_grad(loss, (0, 1))(table, w)
+        return (table - 0.1 * grads[0], w - 0.1 * grads[1]), value
+
+    tokens = jax.random.randint(jax.random.key(0), (B, 6), 0, 32)
+    state = jax.random.normal(jax.random.key(1), (32, D), float), weights()[0]
+    run_beside(step, state, {"tokens": tokens}, 4)
+
+
+def test_a_users_checkpoint_is_kept():
+    def loss(ws, b):
+        x = b["x"]
+        for w in ws:
+            x = jax.checkpoint(lambda w, x: jnp.tanh(jnp.sin(x @ w) @ w.T))(w, x)
+        return jnp.mean((x - b["y"]) ** 2)
+
+    step, state = trained(loss)
+    run_beside(step, state, batch(), 4)
+
+
+def test_gradients_of_narrow_floats_are_added_up_wide():
+    """Five hundred microbatches of bfloat16 gradients: added up in bfloat16 they lose most of their digits."""
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.mean((x @ w).astype(jnp.float32)))(w)
+
+    x = jax.random.uniform(jax.random.key(0), (512, 8), jnp.bfloat16) + 1
+    w = jnp.ones((8, 8), jnp.bfloat16)
+    exact = gradient(w.astype(float), x.astype(float))
+    wide, narrow = (
+        np.asarray(autopar.parallelize(gradient, "host:1", microbatches=512, accumulate_dtype=dtype, batch_argnums=1)(w, x), float)
+        for dtype in ("float32", "as_written")
+    )
+    assert np.max(np.abs(wide / exact - 1)) < 0.01 < np.max(np.abs(narrow / exact - 1))
+
+
+def test_what_is_added_up_is_reduced_once():
+    """Two weights and the loss, on eight devices: each gradient is one collective after the loop, not one per microbatch."""
+    step, state = trained(mean)
+    plan = autopar.plan(step, (state, batch(n=4096)), FAST, options=autopar.Options(microbatches=4, axis_names=("x",)))
+    assert plan.collectives and {c.times for c in plan.collectives if c.kind != "all_to_all"} == {1}
+
+
+def test_forward_only():
+    """Without state the batch is named, and outputs per example are put together again."""
+
+    def predict(ws, x):
+        return forward(ws, x), jnp.mean(x)
+
+    ours = autopar.parallelize(predict, FAST, microbatches=4, batch_argnums=1)
+    assert_close(ours(weights(), batch()["x"]), jax.jit(predict)(weights(), batch()["x"]))
+
+
+def batch_norm(ws, b):
+    h = b["x"] @ ws[0]
+    h = (h - jnp.mean(h, 0)) / jnp.sqrt(jnp.var(h, 0) + 1e-5)
+    return jnp.mean((h @ ws[1] - b["y"]) ** 2)
+
+
+def contrastive(ws, b):
+    z = forward(ws, b["x"])
+    return jnp.mean(jax.nn.logsumexp(z @ z.T, -1))
+
+
+@pytest.mark.parametrize("loss", [batch_norm, contrastive], ids=lambda f: f.__name__)
+def test_examples_that_meet_are_refused_by_line(loss):
+    step, state = trained(loss)
+    with pytest.raises(MicrobatchError, match=r"as 4 microbatches: at .*test_microbatch\.py:\d+.*microbatches=1"):
+        autopar.plan(step, (state, batch()), FAST, options=autopar.Options(microbatches=4))
+    assert autopar.plan(step, (state, batch()), FAST).microbatches == 1
+
+
+def test_statistics_of_the_input_are_known_beforehand():
+    """Normalising the batch itself couples its examples through inputs only."""
+
+    def loss(ws, b):
+        x = (b["x"] - jnp.mean(b["x"], 0)) / (jnp.std(b["x"], 0) + 1e-5)
+        return jnp.mean((forward(ws, x) - b["y"]) ** 2)
+
+    step, state = trained(loss)
+    run_beside(step, state, batch(), 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"microbatches": 3}, "batch of 16 does not divide into 3"), ({"microbatches": 2, "batch_argnums": 0}, "does not|cannot|first dim")],
+)
+def test_numbers_that_do_not_fit(options, message):
+    step, state = trained(mean)
+    with pytest.raises(UsageError, match=message):
+        autopar.plan(step, (state, batch()), FAST, options=autopar.Options(**options))
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "many", True])
+def test_bad_counts(count):
+    with pytest.raises(UsageError, match="microbatches must be"):
+        autopar.Options(microbatches=count)
+
+
+def test_plans_are_saved_with_their_microbatches(tmp_path):
+    step, state = trained(weighted)
+    plan = autopar.plan(step, (state, batch()), FAST, options=autopar.Options(microbatches=4))
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    ours, expected = autopar.parallelize(step, FAST, plan=loaded)(state, batch()), jax.jit(step)(state, batch())
+    assert_close(ours, expected)
+    with pytest.raises(PlanError):
+        autopar.parallelize(step, FAST, plan=loaded)(state, batch(n=8))
+
+
+def test_memory_asks_for_microbatches():
+    """What does not fit as one batch runs as several, and holds what is predicted."""
+    step, state = trained(mean)
+    b = batch(n=4096)
+    free = autopar.plan(step, (state, b), "host:1", options=autopar.Options(remat="none"))
+    assert free.microbatches == 1
+    inputs = free.predicted.argument_bytes
+    budget = inputs + (free.predicted.peak_bytes - inputs) // 3
+    plan = autopar.plan(step, (state, b), "host:1", options=autopar.Options(remat="none", memory_bytes=budget))
+    assert plan.microbatches > 1 and plan.predicted.peak_bytes <= budget
+    report = plan.verify(step, (state, b))
+    assert report.numbers.agree and report.collectives.agree and report.memory.agree, report
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "moe-tiny"])
+def test_random_plans_of_a_model(name):
+    program = divided(zoo(name), 4)
+    plan, pricer = forced.plan_for(program, forced.logical((2,)), "random", 3)
+    (worst, leaf), found = forced.check(program, plan, pricer)
+    assert worst < EXACT and found.agree, (worst, leaf, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mesh", [(8,), (2, 4), (3,)], ids=str)
+@pytest.mark.parametrize("name", [n for n in SMALL if n != "wresnet-tiny"])
+def test_random_plans(name, mesh, seed):
+    program = divided(zoo(name), (2, 4)[seed])
+    plan, pricer = forced.plan_for(program, forced.logical(mesh), "random", seed)
+    (worst, leaf), found = forced.check(program, plan, pricer)
+    assert worst < EXACT and found.agree, (worst, leaf, found)
+
+
+def test_models_with_batch_norm_are_refused():
+    with pytest.raises(MicrobatchError, match="batch norm"):
+        in_microbatches(trace(*models.build("wresnet-tiny")), 2)
