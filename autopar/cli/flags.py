@@ -71,6 +71,21 @@ FLAGS: tuple[tuple[str, Any, Any], ...] = (
     ("axis_names", Annotated[str, _flag(metavar="A,B,...", help="Names of the mesh's axes.")], ",".join(_D.axis_names)),
     ("donate", Annotated[bool, _flag("--donate/--no-donate", help="Let a step reuse the memory of the state it gets.")], _D.donate),
     ("reduce_dtype", Annotated[str, _flag(metavar="DTYPE", help="Partial sums are reduced in float32 or as_written.")], _D.reduce_dtype),
+    (
+        "microbatches",
+        Annotated[str, _flag(metavar="N|auto", help="Parts of the batch that run one after the other; auto: as many as memory asks for.")],
+        str(_D.microbatches),
+    ),
+    (
+        "accumulate_dtype",
+        Annotated[str, _flag(metavar="DTYPE", help="Sums over microbatches are kept in float32 or as_written.")],
+        _D.accumulate_dtype,
+    ),
+    (
+        "batch_argnums",
+        Annotated[list[int] | None, _flag("--batch-argnum", metavar="N", help="Position of the argument that holds the batch.")],
+        None,
+    ),
     ("remat", Annotated[str, _flag(metavar="NAME", help="What is made again after forward: auto, none, dots or full.")], _D.remat),
     ("solver", Annotated[str, _flag(metavar="NAME", help="highs or pulp.")], _D.solver),
     (
@@ -106,7 +121,10 @@ def options_of(given: Mapping[str, Any]) -> Options:
     """`Options` from the values of flags. Raises `UsageError` for one that makes no sense."""
     fields = dict(given)
     memory, pins, names = fields.pop("memory_bytes"), fields.pop("pins"), fields.pop("axis_names")
+    count, batch = fields.pop("microbatches"), fields.pop("batch_argnums")
     return Options(
+        microbatches=int(count) if count.isdigit() else count,
+        batch_argnums=tuple(batch or ()),
         memory_bytes=None if memory is None else byte_count(memory),
         pins=dict(map(pin, _texts(pins))),
         axis_names=tuple(name.strip() for name in names.split(",")),

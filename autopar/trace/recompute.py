@@ -10,16 +10,26 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.graph import BOUNDARY, GATE, ROOT, Graph, Op, Operand, Phase
-from autopar.trace.order import compact, live, renumbered, units
+from autopar.trace.order import compact, live, renumbered
 
 
 def repeatable(graph: Graph) -> frozenset[int]:
-    """The values that can be made again: results of forward's pure ops outside of loops, but for those that depend on no input."""
-    return frozenset(r for op in graph.ops if _pure(op) for r in op.results if r not in graph.free)
+    """The values that can be made again: results of forward's pure ops where backward follows, but for those that depend on no input."""
+    home = home_of_backward(graph)
+    return frozenset(r for op in graph.ops if op.region == home and _pure(op) for r in op.results if r not in graph.free)
+
+
+def home_of_backward(graph: Graph) -> int:
+    """The region in which forward is followed by backward: the loop over microbatches, or the program itself."""
+    phases: dict[int, set[str]] = {}
+    for op in graph.ops:
+        if op.region != ROOT and op.primitive not in BOUNDARY:
+            phases.setdefault(op.region, set()).add(op.phase)
+    return next((r for r, found in phases.items() if found >= {"forward", "backward"}), ROOT)
 
 
 def _pure(op: Op) -> bool:
-    return op.phase == "forward" and op.region == ROOT and not (op.effects or op.primitive in BOUNDARY)
+    return op.phase == "forward" and not (op.effects or op.primitive in BOUNDARY)
 
 
 def recompute(graph: Graph, values: Collection[int]) -> Graph:
@@ -74,7 +84,8 @@ class _Rewriter:
         self.twin: dict[int, int] = {}
         self.gates: dict[int, int] = {}
         self.place: dict[int, int] = {}
-        self.starts = [i - k for i, k in enumerate(k for unit in units(old) for k in range(len(unit)))]
+        self.home = home_of_backward(old)
+        self.starts = [self._start(i, op) for i, op in enumerate(old.ops)]
 
     def graph(self) -> Graph:
         self._find_places()
@@ -94,9 +105,19 @@ class _Rewriter:
             again = replace(op, operands=tuple(map(self._read, op.operands)), results=results, phase=self.ops[at].phase, again=True)
             placed.append(((at, i, 1), again))
         for i, op in enumerate(self.ops):
-            late = op.phase != "forward"
+            late = op.phase != "forward" and not self._leaves(op)
             placed.append(((i, len(self.ops), 0), replace(op, operands=tuple(map(self._late, op.operands))) if late else op))
         return replace(self.old, avals=tuple(self.avals), ops=tuple(op for _, op in sorted(placed, key=lambda p: p[0])))
+
+    def _start(self, i: int, op: Op) -> int:
+        """The first op of the loop or branch, next inside of where ops are made again, to which op i belongs; itself if there is none."""
+        path = self.old.path(int(op.param("region")) if op.primitive in BOUNDARY else op.region)
+        inside = path[path.index(self.home) + 1 :] if self.home in path else path
+        return self.old.spans[inside[0]][0] if inside else i
+
+    def _leaves(self, op: Op) -> bool:
+        """Whether an op brings values out of where ops are made again."""
+        return op.primitive in BOUNDARY and op.param("region") == self.home
 
     def _find_places(self) -> None:
         """For each op that is made again, the op that it comes just before: its first late reader, or that of what is made of it."""
@@ -106,7 +127,7 @@ class _Rewriter:
             found = []
             for r in self.ops[i].results:
                 for u, _ in self.old.uses.get(r, ()):
-                    if self.ops[u].phase != "forward":
+                    if self.ops[u].phase != "forward" and not self._leaves(self.ops[u]):
                         found.append(self.starts[u])
                     elif u in self.place:
                         found.append(self.place[u])
@@ -122,7 +143,7 @@ class _Rewriter:
 
     def _gate(self, o: int, phase: Phase, reader: int) -> Op:
         op = self.ops[reader]
-        return Op(GATE, (), (o,), (self.gates[o],), phase, op.scope, op.source, again=True)
+        return Op(GATE, (), (o,), (self.gates[o],), phase, op.scope, op.source, region=op.region, again=True)
 
     def _new(self, like: int) -> int:
         self.avals.append(self.old.avals[like])
