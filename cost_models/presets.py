@@ -18,7 +18,10 @@ from cost_models.errors import ClusterError
 from cost_models.notation import split, unknown
 
 _DATA = Path(__file__).parent / "data"
-_ORDER = ("v100-p3", "a100-40", "a100-80", "h100-sxm", "h200-sxm", "b200-sxm", "v3", "v4", "v5e", "v5p", "v6e", "v7x", "host")
+_ORDER = (
+    *("v100-p3", "v100-dgx2", "a100-40", "a100-80", "h100-sxm", "h200-sxm", "b200-sxm", "b300-sxm", "gb200-nvl72", "mi300x"),
+    *("l4", "rtx4090", "v3", "v4", "v5e", "v5p", "v6e", "v7x", "host"),
+)
 _SYNTHETIC = ("slow-link", "fast-link", "tight-memory")
 
 
@@ -84,10 +87,17 @@ def describe(name: str) -> dict[str, Any]:
         "peak_flops": device["peak_flops"],
         "memory_bytes": int(device["memory_bytes"]),
         "memory_bytes_per_s": device["memory_bytes_per_s"],
-        "link_bytes_per_s": topology.get("link", {}).get("bytes_per_s"),
-        "network_bytes_per_s": topology.get("network", {}).get("bytes_per_s"),
+        "link_bytes_per_s": _rate(topology, "link", -1),
+        "network_bytes_per_s": _rate(topology, "network", 0),
         "sources": dict(_sources(figures)),
     }
+
+
+def _rate(topology: dict[str, Any], name: str, position: int) -> float | None:
+    """A link's rate by its name or, in a topology of many levels, its position."""
+    links = topology.get("links")
+    link = links[sorted(links)[position]] if links else topology.get(name, {})
+    return link.get("bytes_per_s")
 
 
 def save_profile(cluster: Cluster, path: str | Path, source: str) -> None:
