@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from math import exp, log
 from typing import Any
-
-from scipy.optimize import minimize
 
 import benchmarks.curves as curves
 from benchmarks.machines import cluster_of
 from cost_models import Cluster, load_cluster
+from cost_models.fit import fit_figures
 
 Overrides = dict[str, dict[str, float]]
 """Topology figures by preset, dotted."""
@@ -31,18 +29,15 @@ def report(rows: Sequence[Mapping[str, str]], fits: Sequence[Mapping[str, Any]])
 
 
 def fitted(preset: str, names: Sequence[str], rows: Sequence[Mapping[str, str]], known: Mapping[str, float]) -> dict[str, float]:
-    """The figures `names` with the least mean squared logarithm of predicted over published seconds, given the `known` ones."""
-    start = load_cluster(preset).to_dict()["topology"]
+    """The figures `names` that come closest to the published seconds, given the `known` ones."""
+    now = load_cluster(preset).to_dict()["topology"]
     clusters = [cluster_of(row) for row in rows]
 
-    def loss(logs: Sequence[float]) -> float:
-        figures = {**known, **dict(zip(names, map(exp, logs), strict=True))}
-        pairs = [curves.price(row, changed(cluster, figures)) for row, cluster in zip(rows, clusters, strict=True)]
-        return sum(log(predicted / published) ** 2 for published, predicted in pairs) / len(pairs)
+    def predict(figures: Mapping[str, float]) -> list[float]:
+        return [curves.price(row, changed(cluster, {**known, **figures}))[1] for row, cluster in zip(rows, clusters, strict=True)]
 
-    first = [log(get(start, name) or 1e-6) for name in names]
-    best = minimize(loss, first, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-9, "maxiter": 2000})
-    return dict(zip(names, map(exp, best.x), strict=True))
+    published = [curves.price(row, cluster)[0] for row, cluster in zip(rows, clusters, strict=True)]
+    return fit_figures({name: get(now, name) for name in names}, predict, published)
 
 
 def changed(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:

@@ -11,17 +11,12 @@ from cost_models.curve import Curve
 from cost_models.device import Device
 from cost_models.errors import ClusterError
 from cost_models.groups import Axes, mesh_shapes
-from cost_models.levels import Levels
-from cost_models.shared import SharedMemory
-from cost_models.switch import TwoLevel
+from cost_models.measured import BASES, Base, Measured
 from cost_models.tiles import Shape
 from cost_models.topology import Flow
-from cost_models.torus import Torus
 
-Kind = TwoLevel | Levels | Torus | SharedMemory
-TOPOLOGIES: dict[str, type[TwoLevel] | type[Levels] | type[Torus] | type[SharedMemory]] = {
-    each.kind: each for each in (TwoLevel, Levels, Torus, SharedMemory)
-}
+Kind = Base | Measured
+TOPOLOGIES: dict[str, Any] = {**BASES, Measured.kind: Measured}
 
 
 @dataclass(frozen=True)
