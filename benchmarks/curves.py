@@ -91,7 +91,8 @@ def kind_of(op: str) -> str:
 def algorithm_of(algo: str, cluster: Cluster, known: Mapping[str, Any]) -> str | None:
     """The algorithm that a row names, in our words; None where the library chose."""
     wanted = next((name for word, name in _ALGORITHMS if word in algo.lower()), None)
-    wanted = "flat" if wanted == "ring" and "flat" in known else wanted
+    if "flat" in known:  # several levels
+        wanted = {"ring": "flat", "tree": "hierarchical", "switch": "hierarchical"}.get(wanted or "", wanted)
     return wanted if wanted in known else None
 
 

@@ -17,9 +17,11 @@ PRESETS = (
     *(("mi300x", "mi300x"), ("l4", "l4"), ("rtx 4090", "rtx4090")),
     *(("v7x", "v7x"), ("v6e", "v6e"), ("v5p", "v5p"), ("v5e", "v5e"), ("v5 lite", "v5e"), ("v4", "v4"), ("v3", "v3")),
 )
-_NICS = re.compile(r"(\d+)\s*x\s*(?:\w+\s+)?(\d+)\s*gb(?:/s|it|ps)?\b")
+_NICS = re.compile(r"\b(\d+)\s*x\s*(?:(?!large)\w+\s+)?(\d+)\s*Gb(?:/s|it|ps)?\b")  # bits: memory is in GB
 _SHAPE = re.compile(r"\b(\d+(?:x\d+)+)\b")
-_COUNT = re.compile(r"v\d[a-z]*-(\d+)\b")
+_COUNT = re.compile(r"(v\d[a-z]*)-(\d+)\b")
+_NAMED_BY_CORES = ("v2", "v3", "v4", "v5p")
+"""Slices of these are named by cores, two of which are a chip."""
 
 
 def preset_of(hardware: str) -> str | None:
@@ -51,12 +53,14 @@ def _tpu_shape(row: Mapping[str, Any]) -> str:
         return shape[1]
     if "multi-slice" in row["hardware"] or not (count or row["devices"]):
         raise ValueError("the number of chips is not given")
-    return count[1] if count else row["devices"]
+    if row["devices"] or not count:
+        return row["devices"]
+    return str(int(count[2]) // (2 if count[1] in _NAMED_BY_CORES else 1))
 
 
 def with_nics(cluster: Cluster, hardware: str) -> Cluster:
     """The cluster with as many network interfaces of such a rate as the name tells of each node, if it does."""
-    found, topology = _NICS.search(hardware.lower()), cluster.topology
+    found, topology = _NICS.search(hardware), cluster.topology
     if not found or not isinstance(topology, TwoLevel):
         return cluster
     nics, rate = int(found[1]), float(found[2]) * 1e9 / 8

@@ -145,13 +145,13 @@ def _repeat(run: Callable[[], Any]) -> list[float]:
 
 
 def _once(kind: str, x: Any, size: int) -> Any:
-    """One collective whose result has the operand's shape, so that calls can be chained."""
+    """One collective whose result has the operand's shape, so that calls can be chained, and as little else as possible."""
     if kind == "all_gather":
         return lax.all_gather(x, _AXIS, tiled=True)[-x.size :]
     if kind == "all_reduce":
-        return lax.psum(x, _AXIS) * (1 / size)
+        return lax.psum(x, _AXIS)
     if kind == "reduce_scatter":
-        return jnp.tile(lax.psum_scatter(x, _AXIS, tiled=True), size) * (1 / size)
+        return lax.dynamic_update_slice(x, lax.psum_scatter(x, _AXIS, tiled=True), (0,))
     if kind == "all_to_all":
         return lax.all_to_all(x, _AXIS, 0, 0, tiled=True)
     return lax.ppermute(x, _AXIS, [(index, (index + 1) % size) for index in range(size)])

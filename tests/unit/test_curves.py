@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import cost_models
 from benchmarks import calibrate, curves
 from benchmarks.machines import cluster_of, preset_of
 
@@ -62,16 +63,25 @@ def test_bandwidths_are_read_by_their_convention(given, seconds):
         ("8x V100, 2 NVLinks", "v100-p3", (1, 8)),
         ("TPU v6e-256", "v6e", (1, 16, 16)),
         ("TPU v7x 2x2x2", "v7x", (1, 2, 2, 2)),
+        ("8x A100 80GB", "a100-80", (1, 8)),
     ],
 )
 def test_machines_are_known_by_their_authors_names(hardware, preset, shape):
     assert preset_of(hardware) == preset
-    assert cluster_of(row(hardware=hardware)).shape == shape
+    assert cluster_of(row(hardware=hardware, devices="" if "TPU" in hardware else "8")).shape == shape
 
 
 def test_network_interfaces_in_a_name_replace_the_presets():
     topology = cluster_of(row(hardware="A100 8/node, 4x HDR 200Gb", nodes="2", devices="16")).topology
     assert topology.network.bytes_per_s == 100e9 / 8 and topology.devices_per_nic == 2
+    for text in ("8x A100 80GB", "V100 p3.16xlarge 25 Gbps"):
+        own = cost_models.load_cluster(preset_of(text)).topology.network
+        assert cluster_of(row(hardware=text)).topology.network == own
+
+
+def test_slices_named_by_cores_have_half_as_many_chips():
+    shapes = {name: cluster_of(row(hardware=f"TPU {name}", devices="")).shape for name in ("v4-16", "v5p-128", "v5e-16")}
+    assert shapes == {"v4-16": (1, 2, 2, 2), "v5p-128": (1, 4, 4, 4), "v5e-16": (1, 4, 4)}
 
 
 def test_a_row_that_names_a_ring_is_priced_as_one():
