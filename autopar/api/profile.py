@@ -13,7 +13,7 @@ import jax
 
 import cost_models
 from autopar.api.clusters import preset_of_devices
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, UsageError
 from cost_models import Cluster
 from cost_models.profile import cache, session
 from cost_models.profile.questions import questions
@@ -29,8 +29,11 @@ def profile(
     """Measure the devices that JAX sees for `budget_s` seconds and write `out`, a TOML profile; what it holds already is not asked again.
 
     `links` is a preset, or `PRESET:SHAPE`, whose links stand in for those that are not here: one device measured, the rest as given.
-    Raises `ClusterError` for devices that no preset describes where `links` is not given, and for a file that is not theirs.
+    Raises `ClusterError` for devices that no preset describes where `links` is not given, and for a file that is not theirs; `UsageError`
+    in a program of several processes, whose clocks would stop the measuring at different points.
     """
+    if jax.process_count() > 1:
+        raise UsageError("a profile is measured by one process, on its own devices; start it without jax.distributed on one node.")
     devices = jax.devices()
     try:
         start = start_cluster(devices, links)

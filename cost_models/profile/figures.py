@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -22,6 +22,10 @@ from cost_models.torus import Torus
 Points = Mapping[str, Mapping[str, Sample]]
 """Samples by curve, then by what was asked for (`Question.at`)."""
 
+Observed = tuple[str, float, Axes, float]
+"""Kind, bytes, group and seconds of a collective."""
+
+_DIRECT = ("all_to_all", "permute")
 _LEAST = 2
 _LARGE = 16
 _POLYNOMIAL_FLOPS = 64
@@ -99,7 +103,7 @@ def curves_of(points: Points) -> dict[tuple[str, str], list[tuple[float, float]]
     return found
 
 
-def observations(points: Points) -> list[tuple[str, float, Axes, float]]:
+def observations(points: Points) -> list[Observed]:
     """Kind, bytes, group and seconds of every collective that was measured."""
     every = curves_of(points)
     return [(kind, size, (_axis(group),), seconds) for (kind, group), sizes in every.items() for size, seconds in sizes]
@@ -114,19 +118,19 @@ def _sizes(samples: Mapping[str, Sample]) -> list[tuple[float, float]]:
     return sorted((float(at), sample.seconds) for at, sample in samples.items())
 
 
-def fit_base(observed: Sequence[tuple[str, float, Axes, float]], base: Base) -> Base:
+def fit_base(observed: Sequence[Observed], base: Base) -> Base:
     """The topology's own figures fitted to all collectives together, for groups and shapes that were not measured."""
     if isinstance(base, SharedMemory):
         return _fit_shared(observed, base)
-    for wanted, names in _figures(base).items():
-        mine = [each for each in observed if wanted(base, each)]  # type: ignore[operator]
+    for wanted, names in _figures(base):
+        mine = [each for each in observed if wanted(each)]
         start = {name: value for name, value in ((name, _get(base, name)) for name in names) if value > 0}
         if len(mine) > len(start) and start:
             base = _fit_named(mine, base, start)
     return base
 
 
-def _fit_named(observed: Sequence[tuple[str, float, Axes, float]], base: Base, start: Mapping[str, float]) -> Base:
+def _fit_named(observed: Sequence[Observed], base: Base, start: Mapping[str, float]) -> Base:
     def predict(figures: Mapping[str, float]) -> list[float]:
         topology = _with(base, figures)
         return [topology.seconds(kind, nbytes, axes) for kind, nbytes, axes, _ in observed]
@@ -134,38 +138,29 @@ def _fit_named(observed: Sequence[tuple[str, float, Axes, float]], base: Base, s
     return _with(base, fit_figures(start, predict, [seconds for *_, seconds in observed]))
 
 
-def _inside(base: TwoLevel, each: tuple[str, float, Axes, float]) -> bool:
-    (size, stride), *_ = each[2]
-    return size * stride <= base.shape[1]
-
-
-def _ring_inside(base: TwoLevel, each: tuple[str, float, Axes, float]) -> bool:
-    return _inside(base, each) and each[0] in ("all_gather", "all_reduce", "reduce_scatter")
-
-
-def _direct_inside(base: TwoLevel, each: tuple[str, float, Axes, float]) -> bool:
-    return _inside(base, each) and each[0] in ("all_to_all", "permute")
-
-
-def _across(base: TwoLevel, each: tuple[str, float, Axes, float]) -> bool:
-    return not _inside(base, each)
-
-
-def _anything(base: Base, each: tuple[str, float, Axes, float]) -> bool:
-    return True
-
-
-def _figures(base: Base) -> dict[object, tuple[str, ...]]:
-    """Which figures which collectives tell, in the order in which they are fitted."""
+def _figures(base: Base) -> list[tuple[Callable[[Observed], bool], tuple[str, ...]]]:
+    """Which collectives tell which figures, in the order in which they are fitted."""
     link = ("link.bytes_per_s", "link.call_seconds", "link.latency_seconds", "link.half_bytes")
     network = ("network.bytes_per_s", "network.latency_seconds", "network.half_bytes")
     if isinstance(base, TwoLevel):
+        per_node = base.shape[1]
         switch = ("switch_reduce_bytes_per_s",) if base.switch_reduce_bytes_per_s else ()
         direct = ("all_to_all_efficiency", "point_efficiency", "direct_call_seconds")
-        return {_ring_inside: (*link, *switch), _direct_inside: direct, _across: network}
+        return [
+            (lambda each: _span(each) <= per_node and each[0] not in _DIRECT, (*link, *switch)),
+            (lambda each: _span(each) <= per_node and each[0] in _DIRECT, direct),
+            (lambda each: _span(each) > per_node, network),
+        ]
     if isinstance(base, Torus):
-        return {_anything: (*link, *(network if base.shape[0] > 1 else ()), *(("core_bytes_per_s",) if base.cores > 1 else ()))}
-    return {}
+        slices, cores = network if base.shape[0] > 1 else (), ("core_bytes_per_s",) if base.cores > 1 else ()
+        return [(lambda each: True, (*link, *slices, *cores))]
+    return []
+
+
+def _span(each: Observed) -> int:
+    """Devices from a group's first to its last, and the gap after it."""
+    (size, stride), *_ = each[2]
+    return size * stride
 
 
 def _get(base: Base, name: str) -> float:
@@ -184,7 +179,7 @@ def _with(base: Base, figures: Mapping[str, float]) -> Base:
     return replace(base, **own, **links)  # type: ignore[arg-type]
 
 
-def _fit_shared(observed: Sequence[tuple[str, float, Axes, float]], base: SharedMemory) -> SharedMemory:
+def _fit_shared(observed: Sequence[Observed], base: SharedMemory) -> SharedMemory:
     """A fixed cost and a rate per kind, from groups of every size."""
     calls, rates = dict(base.call_seconds), dict(base.bytes_per_s)
     for kind in KINDS:

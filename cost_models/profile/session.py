@@ -70,7 +70,11 @@ def measure(session: Session, ask: Ask, budget_s: float, progress: Progress, clo
                 _write(session, points)
                 saved = clock()
     finally:
-        cluster, accuracy = _write(session, points)
+        if _count(points):
+            cluster, accuracy = _write(session, points)
+    if not _count(points):
+        reason = f"the first that failed: {failed[0]}" if failed else "give it more time"
+        raise ClusterError(f"nothing could be measured in {budget_s:g} s, so no profile was written; {reason}.")
     progress(_count(points), len(session.questions), "")
     missing = sum(each.at not in points.get(each.curve, {}) for each in session.questions)
     return Outcome(cluster, tuple(accuracy), _count(points), _count(points) - before, missing, tuple(failed))

@@ -146,6 +146,22 @@ def test_points_that_cannot_be_read_are_named(tmp_path):
         measure(sitting(file), Devices())
 
 
+def test_no_profile_is_written_where_nothing_was_measured(tmp_path):
+    def broken(question):
+        raise RuntimeError("no backend")
+
+    for ask, budget, says in ((Devices(), 0.0, "more time"), (broken, 9.0, "no backend")):
+        with pytest.raises(ClusterError, match=says):
+            session.measure(sitting(tmp_path / "a.toml"), ask, budget, lambda *_: None)
+        assert not (tmp_path / "a.toml").exists()
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(autopar.AutoparError, match="one process"):
+        profile(tmp_path / "a.toml")
+
+
 @pytest.mark.parametrize("name", ["a.txt", "missing/a.toml"])
 def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path, name):
     devices = Devices()
