@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ Progress = Callable[[int, int, str], None]
 """Told how many points are there, of how many, and which curve is measured next."""
 
 _SAVE_EVERY_S = 10.0
+_NOISY = 0.1
 
 
 @dataclass(frozen=True)
@@ -47,25 +48,25 @@ class Outcome:
 def measure(session: Session, ask: Ask, budget_s: float, progress: Progress, clock: Callable[[], float] = time.monotonic) -> Outcome:
     """Ask what the file does not yet answer until `budget_s` seconds are over, and write the profile, also when interrupted.
 
+    Where time is left, points whose repeats were far apart are measured once more.
+
     A question that fails (a dtype or a size that the devices cannot run) is left out and named. Raises `ClusterError` for a file that
     cannot be used, before anything is measured, and where no question could be answered at all.
     """
     points = store.load_points(session.file, session.where)
     begin = saved = clock()
     before, failed = _count(points), []
-    open_questions = [each for each in session.questions if each.at not in points.get(each.curve, {})]
     store.check_writable(session.file)
     try:
-        for question in open_questions:
+        for question in _due(session, points):
             if clock() - begin >= budget_s:
                 break
             progress(_count(points), len(session.questions), question.curve)
             try:
-                points.setdefault(question.curve, {})[question.at] = _answered(ask(question))
+                _keep(points, question, _answered(ask(question)))
             except Exception as error:  # whatever a backend raises for what it cannot run
-                failed.append(
-                    f"{question.curve} {question.at}: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
-                )
+                reason = str(error).strip() or type(error).__name__
+                failed.append(f"{question.curve} {question.at}: {reason.splitlines()[0]}")
             if clock() - saved >= _SAVE_EVERY_S:
                 _write(session, points)
                 saved = clock()
@@ -78,6 +79,21 @@ def measure(session: Session, ask: Ask, budget_s: float, progress: Progress, clo
     progress(_count(points), len(session.questions), "")
     missing = sum(each.at not in points.get(each.curve, {}) for each in session.questions)
     return Outcome(cluster, tuple(accuracy), _count(points), _count(points) - before, missing, tuple(failed))
+
+
+def _due(session: Session, points: Mapping[str, Mapping[str, Sample]]) -> Iterator[Question]:
+    """What is missing, then once more what was just measured with repeats far apart, the worst first: something else ran meanwhile."""
+    missing = [each for each in session.questions if each.at not in points.get(each.curve, {})]
+    yield from missing
+    spreads = {each: points[each.curve][each.at].spread for each in missing if each.at in points.get(each.curve, {})}
+    yield from sorted((each for each, spread in spreads.items() if spread > _NOISY), key=lambda each: -spreads[each])
+
+
+def _keep(points: dict[str, dict[str, Sample]], question: Question, sample: Sample) -> None:
+    """Of two samples of one point, the one whose repeats agree better."""
+    curve = points.setdefault(question.curve, {})
+    if question.at not in curve or sample.spread < curve[question.at].spread:
+        curve[question.at] = sample
 
 
 def _answered(seconds: Sequence[float]) -> Sample:
