@@ -1,7 +1,7 @@
 """Collectives priced beside published curves: `python -m benchmarks.curves [FILE...] [--json -]`, and `--fit` for the calibration.
 
-A file has the columns of `data/collectives.csv`. Rows named in `calibration.toml` served to fit a preset and do not count. The bar is a
-median error of 10 % over the other rows above 1 MB.
+A file has the columns of `data/collectives.csv`. Rows that `calibration.toml` names served to fit a preset or to find a price's form, and
+do not count. The bar is a median error of 10 % over the other rows above 1 MB.
 """
 
 from __future__ import annotations
@@ -154,9 +154,10 @@ def kind_or_op(op: str) -> str:
         return op
 
 
-def calibration_rows(fits: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """What the calibration file names, fit by fit."""
-    return [named for fit in fits for named in fit["rows"]]
+def calibration_rows() -> list[Mapping[str, Any]]:
+    """What the calibration file names: rows that figures are fitted to, and rows that decided the form of a price."""
+    document = tomllib.loads(CALIBRATION.read_text())
+    return [named for each in (*document["fit"], *document["form"]) for named in each["rows"]]
 
 
 def is_calibration(row: Mapping[str, str], named: Iterable[Mapping[str, Any]]) -> bool:
@@ -192,13 +193,13 @@ def table(rows: Sequence[Row], found: Sequence[Summary]) -> str:
 
 
 def fits() -> list[dict[str, Any]]:
-    """The calibration file."""
+    """Which figures of which presets are fitted to which rows."""
     return tomllib.loads(CALIBRATION.read_text())["fit"]
 
 
 def run(files: Sequence[Path]) -> Iterator[Row]:
     """Every row of the files beside its price."""
-    named = calibration_rows(fits())
+    named = calibration_rows()
     yield from (judge(row, named) for row in read(files))
 
 

@@ -26,7 +26,7 @@ def test_calibration_rows_and_small_ones_do_not_count():
     fitted = [each for each in ROWS if each.calibration]
     assert len(fitted) >= 25 and not any(each.counts for each in fitted)
     assert all(each.size_bytes > 1e6 for each in ROWS if each.counts)
-    named = curves.calibration_rows(curves.fits())
+    named = curves.calibration_rows()
     read = curves.read([curves.DATA])
     for group in named:
         assert any(curves.is_calibration(each, [group]) for each in read), group
