@@ -367,7 +367,7 @@ def budget_of(c: Compilation) -> float:
     """Bytes that a plan may use on each device."""
     if c.options.memory_bytes is not None:
         return float(c.options.memory_bytes)
-    return float(int(c.cluster.device.memory_bytes * c.options.memory_fraction))
+    return float(int(c.cluster.device.usable_bytes(c.options.memory_fraction)))
 
 
 def roles_of(traced: Traced) -> list[str]:

@@ -14,14 +14,13 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import Move, TensorSharding
 from autopar.ir.strategy import Strategy, operand_sharding, result_sharding
+from cost_models import Shape
 
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Ops that move only the part of their operand that they touch: positions of operands whose whole size is not read.
 _TOUCHED = {"gather": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0,), "scatter-add": (0,), "scatter": (0,), "scatter_add": (0,)}
 _TOUCHED |= {"loop_slice": (0,)}
-_TRANSCENDENTAL = frozenset(
-    "exp exp2 log log1p log2 expm1 tanh logistic erf erf_inv erfc pow sin cos tan cbrt lgamma".split()
-)
+_TRANSCENDENTAL = frozenset("exp exp2 log log1p log2 expm1 tanh logistic erf erf_inv erfc pow sin cos tan cbrt lgamma".split())
 _SHAPE_ONLY = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient", "optimization_barrier"})
 _SHAPE_ONLY |= BOUNDARY | {GATE}
 _PASSED_ON = BOUNDARY - {"loop_slice", "loop_stack"}
@@ -58,6 +57,28 @@ def _kernel_size(op: Op, kernel: Aval) -> int:
     numbers = dict(op.param("dimension_numbers"))
     out_feature = numbers["rhs_spec"][0]
     return prod(n for d, n in enumerate(kernel.shape) if d != out_feature)
+
+
+def matmul_shape(op: Op, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Shape | None:
+    """A matmul's or convolution's local shapes as `batch` times `(m k), (k n) -> (m n)`; None for other ops and ragged batches.
+
+    A convolution is the matmul that libraries make of it: output pixels by output features by kernel elements, a batch for each group.
+    """
+    if op.primitive == "dot_general":
+        (contract, _), (batch, _) = op.param("dimension_numbers")
+        lhs, rhs = operands[0], operands[1]
+        b, k = prod(lhs[d] for d in batch), prod(lhs[d] for d in contract)
+        return Shape(b, prod(lhs) // max(b * k, 1), prod(rhs) // max(b * k, 1), k)
+    if op.primitive == "conv_general_dilated":
+        numbers = dict(op.param("dimension_numbers"))
+        lhs_spec, rhs_spec = numbers["lhs_spec"], numbers["rhs_spec"]
+        features = operands[1][rhs_spec[0]]
+        groups = max(1, operands[0][lhs_spec[1]] // max(1, operands[1][rhs_spec[1]]))
+        pixels, window = prod(results[0]) // max(1, features), prod(operands[1]) // max(1, features)
+        return Shape(groups, pixels, max(1, features // groups), window)
+    if op.primitive == "ragged_dot":
+        return Shape(1, operands[0][0], operands[1][2], operands[0][1])
+    return None
 
 
 def graph_flops(graph: Graph) -> float:
@@ -221,7 +242,17 @@ class Pricer:
             nbytes = 2 * operand_sharding(rule, strategy, 0).local_bytes(operands[0], self.mesh, self.as_written)
         dtype = operands[0].dtype if operands else results[0].dtype if results else "float32"
         work = flops(op, operands, results) / divisor
-        return self.cluster.compute_seconds(work, nbytes, dtype, op.primitive in MATMULS)
+        if op.primitive not in MATMULS:
+            return self.cluster.compute_seconds(work, nbytes, dtype, False)
+        return self.cluster.compute_seconds(work, nbytes, dtype, True, self._shape(op, rule, strategy, operands, results))
+
+    def _shape(self, op: Op, rule: ShardingRule, strategy: Strategy, operands: Sequence[Aval], results: Sequence[Aval]) -> Shape | None:
+        """The local matmul, for devices on which its shape counts."""
+        if self.cluster.device.tiling is None:
+            return None
+        here = [operand_sharding(rule, strategy, k).local_shape(a.shape, self.mesh) for k, a in enumerate(operands[:2])]
+        there = [result_sharding(rule, strategy, k).local_shape(a.shape, self.mesh) for k, a in enumerate(results[:1])]
+        return matmul_shape(op, here, there)
 
     def memory_seconds(self, nbytes: float, work: float, dtype: str) -> float:
         """Seconds of memory-bound work: bytes moved, and vector FLOPs."""

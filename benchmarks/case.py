@@ -1,7 +1,7 @@
 """The child process of `benchmarks.cases`: runs one case as its user would, and compares every leaf with one device.
 
-    python -m benchmarks.case describe FILE...     one line of JSON per file: its path and META
-    python -m benchmarks.case run                  jobs as JSON on standard input, one row of JSON per job on standard output
+python -m benchmarks.case describe FILE...     one line of JSON per file: its path and META
+python -m benchmarks.case run                  jobs as JSON on standard input, one row of JSON per job on standard output
 """
 
 from __future__ import annotations

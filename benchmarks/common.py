@@ -17,14 +17,15 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON; `-` is standard output, which then has nothing else")
 
 
-def document(rows: Sequence[Any], passed: bool) -> str:
-    """The rows, which are dataclasses, as one JSON document."""
-    return json.dumps({"schema": SCHEMA, "rows": [asdict(row) for row in rows], "passed": passed})
+def document(rows: Sequence[Any], passed: bool, summary: Sequence[Any] = ()) -> str:
+    """The rows, and their summary if there is one, all dataclasses, as one JSON document."""
+    found = {"schema": SCHEMA, "rows": [asdict(row) for row in rows], "passed": passed}
+    return json.dumps(found | ({"summary": [asdict(each) for each in summary]} if summary else {}))
 
 
-def finish(rows: Sequence[Any], passed: bool, table: str, target: str | None) -> int:
+def finish(rows: Sequence[Any], passed: bool, table: str, target: str | None, summary: Sequence[Any] = ()) -> int:
     """Print the table, or the JSON document instead where `target` is `-`, write the file, and return the exit status."""
-    print(document(rows, passed) if target == "-" else table)
+    print(document(rows, passed, summary) if target == "-" else table)
     if target not in (None, "-"):
-        Path(target).write_text(document(rows, passed))
+        Path(target).write_text(document(rows, passed, summary))
     return 0 if passed else 1

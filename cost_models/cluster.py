@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cost_models.collective import check_kind
+from cost_models.curve import Curve
 from cost_models.device import Device
 from cost_models.errors import ClusterError
 from cost_models.groups import Axes, mesh_shapes
-from cost_models.shared import SharedMemory
-from cost_models.switch import TwoLevel
-from cost_models.torus import Torus
+from cost_models.measured import BASES, Base, Measured
+from cost_models.tiles import Shape
+from cost_models.topology import Flow
 
-Topology = TwoLevel | Torus | SharedMemory
-TOPOLOGIES: dict[str, type[TwoLevel] | type[Torus] | type[SharedMemory]] = {each.kind: each for each in (TwoLevel, Torus, SharedMemory)}
+Kind = Base | Measured
+TOPOLOGIES: dict[str, Any] = {**BASES, Measured.kind: Measured}
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Cluster:
 
     name: str
     device: Device
-    topology: Topology
+    topology: Kind
 
     @property
     def num_devices(self) -> int:
@@ -69,21 +71,33 @@ class Cluster:
         """
         return mesh_shapes(self.topology.dims, max_axes)
 
-    def collective_seconds(self, kind: str, nbytes: float, axes: Axes) -> float:
+    def collective_seconds(self, kind: str, nbytes: float, axes: Axes, algorithm: str | None = None) -> float:
         """Seconds of a collective over the groups along `axes`, all groups at once.
 
         `kind` is one of `all_gather`, `all_reduce`, `reduce_scatter`, `all_to_all`, `permute`. `nbytes` is the operand on one device: the
         shard for an all-gather, the full local operand for the others. `axes` are `(size, stride)` pairs in this cluster's device
         numbering; in a mesh of shape `(2, 8)` the axes are `(2, 8)` and `(8, 1)`. Groups that share a node's NICs or a torus's links
-        divide them. Formulas: `collective`, `TwoLevel`, `Torus`, `SharedMemory`. Raises `ClusterError` for an unknown kind or a group
-        larger than the cluster.
+        divide them. The fastest algorithm counts, or the one named; see `collective_curves`. Formulas: `collective`, `levels`, `switch`,
+        `torus`, `shared`. Raises `ClusterError` for an unknown kind or algorithm, or a group larger than the cluster.
         """
         check_kind(kind)
-        return self.topology.seconds(kind, nbytes, axes) if nbytes > 0 else 0.0
+        return self.topology.seconds(kind, nbytes, axes, algorithm) if nbytes > 0 else 0.0
 
-    def compute_seconds(self, flops: float, nbytes: float, dtype: str, matmul: bool) -> float:
+    def collective_curves(self, kind: str, axes: Axes) -> Mapping[str, Curve]:
+        """Seconds over the operand's bytes, by algorithm (`Topology.curves` names them); empty for a group of one."""
+        check_kind(kind)
+        return self.topology.curves(kind, axes)
+
+    def transfer_seconds(self, nbytes: float, flows: Iterable[Flow]) -> float:
+        """Seconds until each `(from, to)` pair of devices has moved `nbytes`, all at once: transfers between pipeline stages.
+
+        Flows that share a NIC, a node's NICs or a torus's link divide it; a device that sends to several sends one after the other.
+        """
+        return self.topology.transfer_seconds(nbytes, list(flows))
+
+    def compute_seconds(self, flops: float, nbytes: float, dtype: str, matmul: bool, shape: Shape | None = None) -> float:
         """Roofline time of one fused op on local shapes; see `Device.compute_seconds`. `nbytes` is memory traffic, read and written."""
-        return self.device.compute_seconds(flops, nbytes, dtype, matmul)
+        return self.device.compute_seconds(flops, nbytes, dtype, matmul, shape)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data, for plan files."""

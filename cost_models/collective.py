@@ -7,6 +7,7 @@ Collective Communication Operations in MPICH" (2005), sections 3 and 4.
 
 from __future__ import annotations
 
+from cost_models.curve import Curve
 from cost_models.errors import ClusterError
 from cost_models.link import Link
 
@@ -46,12 +47,14 @@ def tree_depth(size: int) -> int:
     return (size - 1).bit_length()
 
 
-def level_seconds(link: Link, kind: str, nbytes: float, size: int, bytes_per_s: float) -> float:
-    """Seconds of a collective whose `size` devices see one kind of link, each sending at `bytes_per_s`.
+def level_curves(link: Link, kind: str, size: int, bytes_per_s: float) -> dict[str, Curve]:
+    """Curves of a collective whose `size` devices see one kind of link, each sending at `bytes_per_s`.
 
-    An all-reduce takes the better of a ring, `2(n-1)` steps of `S/n` bytes, and a pipelined tree, `2 log2 n` steps and `2 S` bytes.
+    An all-reduce runs as a ring, `2(n-1)` steps of `S/n` bytes, or as a pipelined tree, `2 log2 n` steps and `2 S` bytes. All-to-all and
+    permute go straight to their peers.
     """
-    ring = link.seconds(ring_bytes(kind, nbytes, size), ring_steps(kind, size), bytes_per_s)
-    if kind != "all_reduce":
-        return ring
-    return min(ring, link.seconds(2 * nbytes, 2 * tree_depth(size), bytes_per_s))
+    name = "direct" if kind in ("all_to_all", "permute") else "ring"
+    found = {name: link.curve(ring_bytes(kind, 1.0, size), ring_steps(kind, size), bytes_per_s)}
+    if kind == "all_reduce":
+        found["tree"] = link.curve(2.0, 2 * tree_depth(size), bytes_per_s)
+    return found

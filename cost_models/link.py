@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from cost_models.curve import Curve
+
 
 @dataclass(frozen=True)
 class Link:
@@ -31,10 +33,10 @@ class Link:
     def _ramp(self) -> float:
         return self.half_bytes ** (2 / 3)
 
-    def transfer_seconds(self, nbytes: float, bytes_per_s: float) -> float:
-        """Seconds to move `nbytes` at an asymptotic rate of `bytes_per_s`, without latency."""
-        return (nbytes + self._ramp * nbytes ** (1 / 3)) / bytes_per_s
+    def term(self, share: float, bytes_per_s: float) -> tuple[float, float]:
+        """The term of a `Curve` for a link that carries `share v` of a message of `v` bytes at an asymptotic rate of `bytes_per_s`."""
+        return share / bytes_per_s, self._ramp * share ** (1 / 3) / bytes_per_s
 
-    def seconds(self, nbytes: float, steps: int, bytes_per_s: float) -> float:
-        """Seconds of a collective that sends `nbytes` per device in `steps` messages, one after the other."""
-        return self.call_seconds + steps * self.latency_seconds + self.transfer_seconds(nbytes, bytes_per_s)
+    def curve(self, share: float, steps: float, bytes_per_s: float) -> Curve:
+        """One collective that sends `share v` bytes per device in `steps` messages, one after the other."""
+        return Curve(self.call_seconds + steps * self.latency_seconds, (self.term(share, bytes_per_s),))

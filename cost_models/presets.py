@@ -6,8 +6,9 @@ Every figure in a file is a table `{ value = ..., source = "..." }`; plain strin
 from __future__ import annotations
 
 import json
+import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -18,7 +19,10 @@ from cost_models.errors import ClusterError
 from cost_models.notation import split, unknown
 
 _DATA = Path(__file__).parent / "data"
-_ORDER = ("v100-p3", "a100-40", "a100-80", "h100-sxm", "h200-sxm", "b200-sxm", "v3", "v4", "v5e", "v5p", "v6e", "v7x", "host")
+_ORDER = (
+    *("v100-p3", "v100-dgx2", "a100-40", "a100-80", "h100-sxm", "h200-sxm", "b200-sxm", "b300-sxm", "gb200-nvl72", "mi300x"),
+    *("l4", "rtx4090", "v3", "v4", "v5e", "v5p", "v6e", "v7x", "host"),
+)
 _SYNTHETIC = ("slow-link", "fast-link", "tight-memory")
 
 
@@ -37,7 +41,7 @@ def load_cluster(text: str, measure: bool = True) -> Cluster:
     name, shape = split(text)
     if name == "host" and measure:
         return _measured(shape or _default_shape("host"), text)
-    figures = _read(Path(name)) if name.endswith(".toml") else _preset(name)
+    figures = read_tables(Path(name)) if name.endswith(".toml") else _preset(name)
     return build(text, figures, shape)
 
 
@@ -45,9 +49,15 @@ def build(name: str, figures: dict[str, Any], shape: tuple[int, ...] = ()) -> Cl
     """A cluster from the tables of a data file, at `shape` or the file's own. Sources are dropped."""
     values = _values(figures)
     _check_tables(name, values)
+    own = tuple(values["topology"]["shape"])
     if shape:
-        values["topology"].pop("wraps", None)  # they belong to the file's own shape
-    shape = shape or tuple(values["topology"]["shape"])
+        for table in (values["topology"], values["topology"].get("base", {})):
+            table.pop("wraps", None)  # they belong to the file's own shape
+    shape = shape or own
+    if values["topology"].get("base", {}).get("kind") == "shared-memory":
+        if shape != own:  # simulated devices that were measured as so many share the same machine as another number
+            values = {**values, "topology": values["topology"]["base"]}
+            values = _share(values, prod(shape) / prod(own))
     if values.pop("whole_machine", False):
         values = _share(values, prod(shape))
     data = {"name": name, "device": {"name": values["title"], **values["device"]}, "topology": {**values["topology"], "shape": shape}}
@@ -84,35 +94,49 @@ def describe(name: str) -> dict[str, Any]:
         "peak_flops": device["peak_flops"],
         "memory_bytes": int(device["memory_bytes"]),
         "memory_bytes_per_s": device["memory_bytes_per_s"],
-        "link_bytes_per_s": topology.get("link", {}).get("bytes_per_s"),
-        "network_bytes_per_s": topology.get("network", {}).get("bytes_per_s"),
+        "link_bytes_per_s": _rate(topology, "link", -1),
+        "network_bytes_per_s": _rate(topology, "network", 0),
         "sources": dict(_sources(figures)),
     }
 
 
+def _rate(topology: dict[str, Any], name: str, position: int) -> float | None:
+    """A link's rate by its name or, in a topology of many levels, its position."""
+    links = topology.get("links")
+    link = links[sorted(links)[position]] if links else topology.get(name, {})
+    return link.get("bytes_per_s")
+
+
 def save_profile(cluster: Cluster, path: str | Path, source: str) -> None:
     """Write a cluster as a profile that `load_cluster` reads; `source` says where its figures come from."""
+    Path(path).write_text("\n".join(profile_lines(cluster, {"": source})) + "\n", encoding="utf-8")
+
+
+def profile_lines(cluster: Cluster, sources: Mapping[str, str]) -> list[str]:
+    """A cluster as the lines of a profile. `sources`, by the start of dotted names, says where figures come from; the longest counts."""
     data = cluster.to_dict()
     device = {key: value for key, value in data["device"].items() if key != "name"}
-    lines = [
-        f"title = {json.dumps(data['device']['name'])}",
-        *_lines("device", device, source),
-        *_lines("topology", data["topology"], source),
-    ]
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = [f"title = {json.dumps(data['device']['name'])}"]
+    return [*lines, *_lines("device", device, sources), *_lines("topology", data["topology"], sources)]
 
 
-def _lines(section: str, table: dict[str, Any], source: str) -> Iterator[str]:
+def _lines(section: str, table: dict[str, Any], sources: Mapping[str, str]) -> Iterator[str]:
     """One section of a profile, tables in it after its own keys."""
     yield f"\n[{section}]"
     for key, value in table.items():
         if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool)):
-            yield f"{key} = {{ value = {value!r}, source = {json.dumps(source)} }}"
+            start = max((name for name in sources if f"{section}.{key}".startswith(name)), key=len, default="")
+            yield f"{_key(key)} = {{ value = {value!r}, source = {json.dumps(sources.get(start, 'unknown'))} }}"
         elif not isinstance(value, dict):
-            yield f"{key} = {json.dumps(value)}"
+            yield f"{_key(key)} = {json.dumps(value)}"
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _lines(f"{section}.{key}", value, source)
+            yield from _lines(f"{section}.{_key(key)}", value, sources)
+
+
+def _key(key: str) -> str:
+    """A TOML key, in quotes where it needs them."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
 def _measured(shape: tuple[int, ...], text: str) -> Cluster:
@@ -128,7 +152,7 @@ def _default_shape(name: str) -> tuple[int, ...]:
 def _preset(name: str) -> dict[str, Any]:
     if name not in presets():
         raise unknown(name, presets())
-    return _read(_DATA / f"{name}.toml")
+    return read_tables(_DATA / f"{name}.toml")
 
 
 @cache
@@ -137,7 +161,8 @@ def _read_text(path: Path, changed: int) -> dict[str, Any]:
         return tomllib.load(file)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_tables(path: Path) -> dict[str, Any]:
+    """A TOML file. Raises `ClusterError` where it cannot be read."""
     try:
         return _read_text(path, path.stat().st_mtime_ns)
     except OSError as error:
@@ -165,7 +190,7 @@ def _sources(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield from _sources(entry, f"{prefix}{key}.")
 
 
-def _share(values: dict[str, Any], devices: int) -> dict[str, Any]:
+def _share(values: dict[str, Any], devices: float) -> dict[str, Any]:
     """A whole machine's figures, for one of `devices` that share it: rates divide; fixed costs multiply, as collectives wait for all."""
     device, topology = dict(values["device"]), dict(values["topology"])
     for key in ("vector_flops", "memory_bytes", "memory_bytes_per_s"):

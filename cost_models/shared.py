@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from cost_models.collective import KINDS
+from cost_models.curve import Curve
 from cost_models.errors import ClusterError
 from cost_models.groups import Axes
+from cost_models.topology import Flow, Topology
 
 
 @dataclass(frozen=True)
-class SharedMemory:
+class SharedMemory(Topology):
     """Per kind of collective a fixed cost in seconds and a rate in bytes/s per device, all devices busy at once.
 
     The bytes that count are those a device writes: the whole result of an all-gather, the operand of everything else. On XLA's CPU
@@ -44,13 +47,19 @@ class SharedMemory:
         """Physical dimensions for logical meshes: all devices are alike."""
         return (self.num_devices,)
 
-    def seconds(self, kind: str, nbytes: float, axes: Axes) -> float:
-        """See `Cluster.collective_seconds`."""
+    def _curves(self, kind: str, axes: Axes) -> Mapping[str, Curve]:
         size = prod(each for each, _ in axes)
         if size == 1:
-            return 0.0
+            return {}
         fixed, rate = self._figures[kind]
-        return fixed + nbytes * (size if kind == "all_gather" else 1) / rate
+        return {"shared": Curve(fixed, (((size if kind == "all_gather" else 1) / rate, 0.0),))}
+
+    def transfer_seconds(self, nbytes: float, flows: Iterable[Flow]) -> float:
+        """See `Topology.transfer_seconds`. The rates are those with all devices busy, so fewer flows are as fast as many."""
+        if nbytes <= 0 or all(a == b for a, b in flows):
+            return 0.0
+        fixed, rate = self._figures["permute"]
+        return fixed + nbytes / rate
 
     def submesh(self, shape: tuple[int, ...]) -> SharedMemory:
         """Fewer devices at the same figures: the others stay busy."""

@@ -21,12 +21,9 @@ ClusterLike = Cluster | Mesh | str | os.PathLike[str] | None
 
 # Words of `device_kind`, in order of precedence.
 _GPUS = (
-    ("h200", "h200-sxm"),
-    ("h100", "h100-sxm"),
-    ("b200", "b200-sxm"),
-    ("a100 40gb", "a100-40"),
-    ("a100", "a100-80"),
-    ("v100", "v100-p3"),
+    *(("h200", "h200-sxm"), ("h100", "h100-sxm"), ("gb200", "gb200-nvl72"), ("b300", "b300-sxm"), ("b200", "b200-sxm")),
+    *(("a100 40gb", "a100-40"), ("a100", "a100-80"), ("v100 sxm3", "v100-dgx2"), ("v100", "v100-p3")),
+    *(("mi300x", "mi300x"), ("l4", "l4"), ("rtx 4090", "rtx4090")),
 )
 _TPUS = (
     *(("v5 lite", "v5e"), ("v5e", "v5e"), ("v5p", "v5p"), ("v5", "v5p")),

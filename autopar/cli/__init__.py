@@ -1,10 +1,10 @@
-"""The command line: `autopar demo`, `plan`, `run`, `explain`, `diff`, `clusters`, `models`."""
+"""The command line: `autopar demo`, `plan`, `run`, `explain`, `diff`, `profile`, `clusters`, `models`."""
 
 from __future__ import annotations
 
 import typer
 
-from autopar.cli import catalogue, planning, running
+from autopar.cli import catalogue, planning, profiling, running
 
 app = typer.Typer(
     name="autopar",
@@ -15,7 +15,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (running.demo, planning.plan, running.run, planning.explain, planning.diff, catalogue.clusters, catalogue.models):
+for command in (
+    *(running.demo, planning.plan, running.run, planning.explain, planning.diff),
+    *(profiling.profile, catalogue.clusters, catalogue.models),
+):
     app.command()(command)
 
 

@@ -153,13 +153,15 @@ def cluster_name(plan: Plan) -> str:
 
 
 def memory_budget(plan: Plan) -> int | None:
-    """Bytes that the plan may use on a device: `Options.memory_bytes`, or its `memory_fraction` of the device; None where unknown."""
+    """Bytes that the plan may use on a device: `Options.memory_bytes`, or its `memory_fraction` of what the device lets programs have."""
     asked = plan.options.get("memory_bytes")
     if asked:
         return int(asked)
     device = plan.cluster.get("device", plan.cluster)
-    there = device.get("memory_bytes") if hasattr(device, "get") else None
-    return int(there * float(plan.options.get("memory_fraction") or 1.0)) or None if there else None
+    if not hasattr(device, "get") or not device.get("memory_bytes"):
+        return None
+    there = (device["memory_bytes"] - device.get("reserved_bytes", 0)) * (1 - device.get("fragmentation", 0.0))
+    return int(there * float(plan.options.get("memory_fraction") or 1.0)) or None
 
 
 def number_of_stages(plan: Plan) -> int:

@@ -1,74 +1,64 @@
-"""The programs that measure simulated devices. The only module of this package that imports JAX; it runs in a child process."""
+"""The programs that measure devices. The only module of this package that imports JAX."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cost_models.collective import KINDS
+from cost_models.fit import summarise
+from cost_models.profile.questions import Question, shape_of
 
 _AXIS = "devices"
-_SAMPLES = 15
-_EDGE = 256
-_MATMULS = 4
+_LEAST_SAMPLES, _MOST_SAMPLES, _ENOUGH_S = 3, 15, 0.15
 _CHAIN = 4
-_SMALL = 512
-Body = Callable[[Any], Any]
+_POLYNOMIAL = 32
+Body = Callable[..., Any]
 
 
 class Bench:
-    """Times per-device programs on all simulated devices at once."""
+    """Times per-device programs on all devices at once, in the order of `devices`."""
 
-    def __init__(self, devices: int) -> None:
-        jax.config.update("jax_enable_x64", True)
-        self.devices = devices
-        self.mesh = jax.make_mesh((devices,), (_AXIS,), axis_types=(AxisType.Auto,))
-        self.large = max(_SMALL * 2, 2**21 // devices // devices * devices)
-        self.empty = self.seconds(lambda x: x + 1, (devices,))
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self.devices = list(devices)
 
-    def seconds(self, body: Body, local: tuple[int, ...], dtype: str = "float32") -> float:
-        """Median time of `body` on a `local` block of ones on each device, after compiling and warming up."""
-        spec = PartitionSpec(_AXIS)
-        run = jax.jit(jax.shard_map(body, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False))
-        ones = np.ones((local[0] * self.devices, *local[1:]), dtype=jnp.dtype(dtype))
-        block = jax.device_put(ones, NamedSharding(self.mesh, spec))
-        run(block).block_until_ready()
-        return median(_time(run, block) for _ in range(_SAMPLES))
+    def ask(self, question: Question) -> list[float]:
+        """Seconds of what a question asks for, once per repeat, after compiling and warming up."""
+        what, *rest = question.curve.split(" ")
+        with jax.enable_x64(True):
+            return getattr(self, f"_{what}")(question.at, *rest)
 
-    def matmul_flops(self, dtype: str) -> float:
-        """FLOP/s of square matmuls, `2 n^3` each."""
+    @cached_property
+    def _empty(self) -> float:
+        """A program that does next to nothing, called on every device."""
+        return summarise(self._samples(lambda x: x + 1, [((8,), "float32")])).seconds
 
-        def chain(x: Any) -> Any:
-            for _ in range(_MATMULS):
-                x = jnp.dot(x, x, preferred_element_type=x.dtype)
-            return x
+    def _samples(self, body: Body, operands: Sequence[tuple[tuple[int, ...], str]], group: tuple[int, int] | None = None) -> list[float]:
+        """Seconds of `body` on local blocks of ones; with `group`, its mesh axis runs over groups of `(size, stride)`."""
+        mesh = self._mesh(*(group or (len(self.devices), 1)))
+        spec = PartitionSpec(mesh.axis_names)
+        program = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * len(operands), out_specs=spec, check_vma=False)
+        run = jax.jit(program)
+        blocks = [_ones(mesh, spec, shape, dtype) for shape, dtype in operands]
+        return _repeat(lambda: jax.block_until_ready(run(*blocks)))
 
-        return _MATMULS * 2 * _EDGE**3 / self._beyond_empty(self.seconds(chain, (_EDGE, _EDGE), dtype))
+    def _mesh(self, size: int, stride: int) -> Mesh:
+        """The devices as groups, members, and what lies between two members."""
+        found = np.array(self.devices).reshape(-1, size, stride)
+        return Mesh(found, ("outer", _AXIS, "inner"))
 
-    def memory_bytes_per_s(self) -> float:
-        """One element-wise pass over float32: four bytes read and four written per element."""
-        return 8 * self.large / self._beyond_empty(self.seconds(lambda x: x * 0.5 + 0.25, (self.large,)))
+    def _beyond(self, samples: Sequence[float], times: float) -> list[float]:
+        """Per operation of a chain, without the call of a program."""
+        return [max(each - self._empty, 0.1 * each) / times for each in samples]
 
-    def vector_flops(self) -> float:
-        """FLOP/s of one fused element-wise loop of 64 operations per element."""
-
-        def polynomial(x: Any) -> Any:
-            y = x
-            for _ in range(32):
-                y = y * x + 0.25
-            return y
-
-        return 64 * self.large / self._beyond_empty(self.seconds(polynomial, (self.large,)))
-
-    def launch_seconds(self) -> float:
+    def _launch(self, at: str) -> list[float]:
         """Slope over the length of a chain of small ops, a matmul and an element-wise one in turn, so that nothing fuses."""
 
         def chain(pairs: int) -> Body:
@@ -79,52 +69,89 @@ class Bench:
 
             return body
 
-        short, long = (self.seconds(chain(pairs), (8, 8)) for pairs in (8, 40))
-        return max((long - short) / 64, 1e-7)
+        short, long = (self._samples(chain(pairs), [((8, 8), "float32")]) for pairs in (8, 136))
+        return [max((each - summarise(short).seconds) / 256, 1e-7) for each in long]
 
-    def collectives(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Per kind, seconds of a call and bytes/s per device, from a line through a small and a large operand."""
-        if self.devices == 1:
-            return dict.fromkeys(KINDS, self.empty), dict.fromkeys(KINDS, self.memory_bytes_per_s())
-        fits = {kind: self._fit(kind) for kind in KINDS}
-        return {kind: fit[0] for kind, fit in fits.items()}, {kind: fit[1] for kind, fit in fits.items()}
+    def _matmul(self, at: str, dtype: str) -> list[float]:
+        """Pairs of matmuls, `(m k), (k n)` and `(m n), (n k)`, which have the same FLOPs, so that calls can be chained."""
+        shape = shape_of(at)
+        b, m, n, k = (int(each) for each in shape)
 
-    def _fit(self, kind: str) -> tuple[float, float]:
-        unit = self.devices if kind in ("reduce_scatter", "all_to_all") else 1
-        few, many = (-(-size // unit) * unit for size in (_SMALL, self.large // 2))
-        body = _repeated(kind, self.devices)
-        small, large = (self._beyond_empty(self.seconds(body, (size,))) / _CHAIN for size in (few, many))
-        written = 4 * (self.devices if kind == "all_gather" else 1)
-        slope = max(large - small, 0.1 * large) / (written * (many - few))
-        return max(small - slope * written * few, 1e-6), 1 / slope
+        def chain(x: Any, y: Any, z: Any) -> Any:
+            for _ in range(_CHAIN // 2):
+                x = jnp.matmul(x, y, preferred_element_type=x.dtype) * (1 / k)
+                x = jnp.matmul(x, z, preferred_element_type=x.dtype) * (1 / n)
+            return x
 
-    def _beyond_empty(self, seconds: float) -> float:
-        return max(seconds - self.empty, 0.1 * seconds)
+        operands = [((b, m, k), dtype), ((b, k, n), dtype), ((b, n, k), dtype)]
+        return self._beyond(self._samples(chain, operands), _CHAIN)
+
+    def _memory(self, at: str) -> list[float]:
+        """One element-wise pass over float32: as much is read as written."""
+        return self._beyond(self._samples(lambda x: x * 0.5 + 0.25, [((int(at) // 4,), "float32")]), 1)
+
+    def _vector(self, at: str, dtype: str) -> list[float]:
+        """One fused element-wise loop of two operations for each step of a polynomial."""
+
+        def polynomial(x: Any) -> Any:
+            y = x
+            for _ in range(_POLYNOMIAL):
+                y = y * x + 0.25
+            return y
+
+        itemsize = jnp.dtype(dtype).itemsize
+        return self._beyond(self._samples(polynomial, [((int(at) // itemsize,), dtype)]), 1)
+
+    def _collective(self, at: str, kind: str, group: str) -> list[float]:
+        """A chain of one collective, over all groups of that size and stride at once."""
+        size, stride = map(int, group.split(":"))
+        elements = max(1, int(at) // 4)
+        if kind in ("reduce_scatter", "all_to_all"):
+            elements = -(-elements // size) * size
+
+        def chain(x: Any) -> Any:
+            for _ in range(_CHAIN):
+                x = _once(kind, x, size)
+            return x
+
+        return self._beyond(self._samples(chain, [((elements,), "float32")], (size, stride)), _CHAIN)
+
+    def _transfer(self, at: str) -> list[float]:
+        """An array that lies on the first half of the devices, put on the other half."""
+        half = len(self.devices) // 2
+        here, there = (
+            NamedSharding(Mesh(np.array(part), (_AXIS,)), PartitionSpec(_AXIS)) for part in (self.devices[:half], self.devices[half:])
+        )
+        block = jax.device_put(np.ones(max(1, int(at) // 4) * half, np.float32), here)
+        return _repeat(lambda: jax.block_until_ready(jax.device_put(block, there)))
 
 
-def _time(run: Body, block: Any) -> float:
-    start = time.perf_counter()
-    run(block).block_until_ready()
-    return time.perf_counter() - start
+def _ones(mesh: Mesh, spec: PartitionSpec, local: tuple[int, ...], dtype: str) -> Any:
+    """A block of ones on each device, made there."""
+    shape = (local[0] * mesh.size, *local[1:])
+    return jax.jit(lambda: jnp.ones(shape, dtype), out_shardings=NamedSharding(mesh, spec))()
 
 
-def _repeated(kind: str, size: int) -> Body:
-    def body(x: Any) -> Any:
-        for _ in range(_CHAIN):
-            x = _once(kind, x, size)
-        return x
-
-    return body
+def _repeat(run: Callable[[], Any]) -> list[float]:
+    """Seconds of repeats, after one to compile and one to warm up: at least a few, more while they are short."""
+    run()
+    run()
+    found: list[float] = []
+    while len(found) < _LEAST_SAMPLES or (len(found) < _MOST_SAMPLES and sum(found) < _ENOUGH_S):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return found
 
 
 def _once(kind: str, x: Any, size: int) -> Any:
-    """One collective whose result has the operand's shape, so that calls can be chained."""
+    """One collective whose result has the operand's shape, so that calls can be chained, and as little else as possible."""
     if kind == "all_gather":
-        return lax.all_gather(x, _AXIS, tiled=True)[x.size : 2 * x.size]
+        return lax.all_gather(x, _AXIS, tiled=True)[-x.size :]
     if kind == "all_reduce":
         return lax.psum(x, _AXIS)
     if kind == "reduce_scatter":
-        return jnp.tile(lax.psum_scatter(x, _AXIS, tiled=True), size)
+        return lax.dynamic_update_slice(x, lax.psum_scatter(x, _AXIS, tiled=True), (0,))
     if kind == "all_to_all":
         return lax.all_to_all(x, _AXIS, 0, 0, tiled=True)
     return lax.ppermute(x, _AXIS, [(index, (index + 1) % size) for index in range(size)])

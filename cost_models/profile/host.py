@@ -15,9 +15,15 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from cost_models.cluster import Cluster
 from cost_models.collective import KINDS
 from cost_models.errors import ClusterError
+from cost_models.fit import Sample, summarise
+from cost_models.measured import Measured
+from cost_models.presets import load_cluster
 from cost_models.profile import cache
+from cost_models.profile.figures import Points, fitted
+from cost_models.profile.questions import Question
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 _TIME_LIMIT_S = 120
@@ -70,21 +76,40 @@ def complete(found: dict[str, Any]) -> bool:
 
 
 def measure(devices: int) -> dict[str, Any]:
-    """Measure in this process, which must have been started with `devices` simulated devices."""
+    """Measure in this process, which must have been started with `devices` simulated devices: a few points of a profile."""
+    import jax
+
     from cost_models.profile.bench import Bench
 
-    bench = Bench(devices)
-    calls, rates = bench.collectives()
+    bench = Bench(jax.devices()[:devices])
+    points: dict[str, dict[str, Sample]] = {}
+    for question in quick(devices):
+        points.setdefault(question.curve, {})[question.at] = summarise(bench.ask(question))
+    found = figures_of(points, load_cluster(f"host:{devices}", measure=False))
+    found["device"]["memory_bytes"] = cache.memory_bytes() // devices
+    return found
+
+
+def quick(devices: int) -> list[Question]:
+    """The least that prices need: some ten seconds of a profile's questions."""
+    large = max(2**12, 2**22 // devices)
+    found = [Question("launch", "chain"), Question("memory", str(2 * large)), Question("vector float32", str(2 * large))]
+    found += [Question(f"matmul {dtype}", "1x256x256x256") for dtype in ("float32", "float64", "bfloat16")]
+    sizes = (2**11, large) if devices > 1 else ()
+    return found + [Question(f"collective {kind} {devices}:1", str(size)) for kind in KINDS for size in sizes]
+
+
+def figures_of(points: Points, start: Cluster) -> dict[str, Any]:
+    """The figures of `quick`'s points in the layout of a preset."""
+    cluster = fitted(points, start)
+    device = cluster.device.to_dict()
+    shared = cluster.topology.base if isinstance(cluster.topology, Measured) else cluster.topology
+    kept = ("vector_flops", "memory_bytes", "memory_bytes_per_s", "launch_seconds")
+    peaks = {dtype: device["peak_flops"][dtype] for dtype in ("float32", "float64", "bfloat16")}
     return {
         "title": "simulated device of this host, measured",
-        "device": {
-            "peak_flops": {dtype: bench.matmul_flops(dtype) for dtype in ("float32", "float64", "bfloat16")},
-            "vector_flops": bench.vector_flops(),
-            "memory_bytes": cache.memory_bytes() // devices,
-            "memory_bytes_per_s": bench.memory_bytes_per_s(),
-            "launch_seconds": bench.launch_seconds(),
-        },
-        "topology": {"kind": "shared-memory", "shape": [devices], "call_seconds": calls, "bytes_per_s": rates},
+        "device": {"peak_flops": peaks, **{name: device[name] for name in kept}},
+        "topology": {**shared.to_dict(), "shape": [cluster.num_devices]},
     }
 
 

@@ -384,6 +384,9 @@ def tpus(kind, *box, slices=1, cores=1):
         (gpus("NVIDIA A100-SXM4-40GB"), "a100-40:8", 8),
         (gpus("NVIDIA A100-SXM4-80GB", each=4), "a100-80:4", 4),
         (gpus("Tesla V100-SXM2-16GB"), "v100-p3:8", 8),
+        (gpus("Tesla V100-SXM3-32GB", each=16), "v100-dgx2:16", 16),
+        (gpus("NVIDIA GB200", each=4), "gb200-nvl72:4", 4),
+        (gpus("NVIDIA GeForce RTX 4090", nodes=2), "rtx4090:2x8", 16),
         (tpus("TPU v5 lite", 2, 4), "v5e:1x4x2", 8),
         (tpus("TPU v5", 2, 2, 4), "v5p:1x4x2x2", 16),
         (tpus("TPU v4", 2, 2, 1, slices=2), "v4:2x1x2x2", 8),
@@ -402,7 +405,7 @@ def test_simulated_devices_are_the_host():
 
 
 @pytest.mark.parametrize(
-    "kind", ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "TPU v2"]
+    "kind", ["NVIDIA GeForce RTX 3090", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "TPU v2"]
 )
 def test_devices_that_no_preset_describes(kind):
     devices = tpus(kind, 2, 2) if kind.startswith("TPU") else gpus(kind)
