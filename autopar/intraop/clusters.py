@@ -121,7 +121,24 @@ def _inputs_with(
         if readers and len(same) == len(readers):
             members.setdefault(union.find(p), []).append(value)
             joined.add(value)
+    for value in graph.inputs:
+        split = split_for_loop(graph, value)
+        if split is not None and value not in joined and split not in linear:
+            members.setdefault(union.find(split), []).append(value)
+            joined.add(value)
     return members
+
+
+def split_for_loop(graph: Graph, value: int) -> int | None:
+    """The reshape that is all that reads an input, and by which a loop reads it part by part: the same bytes under another shape."""
+    readers = graph.uses.get(value, ())
+    if len(readers) != 1 or value in graph.output_values:
+        return None
+    i = readers[0][0]
+    op = graph.ops[i]
+    if op.primitive != "reshape" or op.results[0] in graph.output_values:
+        return None
+    return i if all(graph.ops[u].primitive == "loop_slice" for u, _ in graph.uses.get(op.results[0], ())) else None
 
 
 def _linear_ops(graph: Graph, rules: Sequence[ShardingRule]) -> frozenset[int]:

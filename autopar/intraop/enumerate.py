@@ -420,7 +420,11 @@ class _Enumerator:
 
     def _in_memory(self, v: int) -> bool:
         p = self.graph.producer.get(v)
-        return p is None or self.graph.ops[p].results.index(v) in self.shape.charges.writes[p]
+        if p is None:
+            return True
+        op = self.graph.ops[p]
+        renamed = op.primitive == "reshape" and op.operands[0] in self.shape.member_input  # the same bytes under another shape
+        return op.results.index(v) in self.shape.charges.writes[p] and not renamed
 
     def _interval(self, v: int, value: _Value) -> tuple[int, int]:
         """From where a value is made to its last use as it is; inputs live throughout, and hold the state's next value too."""

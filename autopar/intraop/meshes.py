@@ -105,7 +105,9 @@ class Search:
                 values, seconds = ask()
                 if seconds <= below:
                     found.append(self.plan(mesh, values, False))
-            except (Infeasible, InfeasibleError, SolverError):
+            except Infeasible:
+                break  # nor would less memory do
+            except (InfeasibleError, SolverError):
                 continue
         return min(found, key=lambda c: c.price.total_s, default=None)
 
@@ -148,6 +150,8 @@ def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple
     which even that is slower than a plan that was found are passed over. Raises the least bad `InfeasibleError` when none fits,
     `SolverError` when time ran out everywhere.
     """
+    if search.quick and search.budget is not None and search.variants.needed_at_least(meshes[0].num_devices) > search.budget:
+        raise InfeasibleError("whatever is made again, this takes more memory.")
     if len(meshes) == 1 and search.below is None:
         alone = search.best(meshes[0], not search.quick)
         _tell(search, alone)
