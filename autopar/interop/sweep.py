@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.ir.problem import Floats, Ints
 
@@ -160,7 +161,7 @@ class _First:
         return bool(ahead.low <= rest <= ahead.high and self.combine(cost, ahead.cost[m, rest - ahead.low]) == value)
 
 
-def _span(there: Floats) -> slice:
+def _span(there: NDArray[np.bool_]) -> slice:
     """From the first to the last place that is true."""
     found = np.flatnonzero(there)
     return slice(int(found[0]), int(found[-1]) + 1)

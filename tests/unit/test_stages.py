@@ -105,7 +105,7 @@ def check_plan(case: Case, plan: StagePlan) -> None:
 
 @pytest.mark.parametrize("limit", [False, True])
 @given(st.integers(0, 10**6), st.sampled_from(FORMULAS))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_plan_is_better_than_the_one_that_is_found(limit, seed, formula):
     case = Case(seed, limit)
     seconds, peaks = case.all_plans(formula)
