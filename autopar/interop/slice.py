@@ -62,8 +62,8 @@ def best_stages(table: Tables, grid: Grid, formula: Formula, levels: int, cutoff
     """The fastest stages under one schedule, if they take less than `cutoff` seconds.
 
     Where the closed form depends on how many stages there are, it grows with them. A search that lets any number of stages take and hold
-    as little as one would settles it, if its plan does so in truth. Else each number of stages is a search of its own, as long as one
-    in which more of them take and hold only as much finds something better.
+    as little as one would settles it, if its plan does so in truth. Else each number of stages is a search of its own, those near that
+    plan's first; numbers are passed over from one on for which a search that lets more stages take and hold as little finds nothing better.
     """
     search = Search(table, grid, formula, gap)
     if not formula.counts_all:
@@ -72,17 +72,22 @@ def best_stages(table: Tables, grid: Grid, formula: Formula, levels: int, cutoff
     easy = search.run(1, levels, cutoff)
     if easy is None or search.holds(easy):
         return easy
-    for count in sorted(_counts(formula, levels), key=lambda count: (count != len(easy.stages), count)):
+    below = levels + 1
+    for count in sorted(_counts(formula, table.num_layers, levels), key=lambda count: (abs(count - len(easy.stages)), count)):
         limit = best.seconds if best else cutoff
-        if count != len(easy.stages) and search.run(count, levels, limit, first=True) is None:
-            break
-        best = search.run(count, count, limit, exactly=formula.name == "interleaved") or best
+        if count >= below:
+            continue
+        if best and search.run(count, levels, limit, first=True) is None:
+            below = count
+        else:
+            best = search.run(count, count, limit, exactly=formula.name == "interleaved") or best
     return best
 
 
-def _counts(formula: Formula, levels: int) -> list[int]:
-    """The numbers of stages that a schedule may have. Interleaving wants whole rounds of microbatches."""
-    return [count for count in range(1, levels + 1) if formula.name != "interleaved" or formula.microbatches % count == 0]
+def _counts(formula: Formula, layers: int, levels: int) -> list[int]:
+    """The numbers of stages that a schedule may have. Interleaving wants whole rounds of microbatches, and a layer for each chunk."""
+    most = min(levels, layers // formula.chunks)
+    return [count for count in range(1, most + 1) if formula.name != "interleaved" or formula.microbatches % count == 0]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from autopar.interop.slice import plan_stages
 from autopar.interop.stages import Chain, Choice, Grid, Link, StagePlan, crossings
 from autopar.interop.submesh import Submesh, place, submeshes
 from autopar.schedule.formulas import Formula, HopSeconds, StageSeconds
+from benchmarks import stages
 
 FORMULAS = [
     *(Formula(name, m) for name in ("gpipe", "1f1b", "eager_1f1b", "zero_bubble", "forward") for m in (1, 2, 5)),
@@ -105,7 +107,7 @@ def check_plan(case: Case, plan: StagePlan) -> None:
 
 @pytest.mark.parametrize("limit", [False, True])
 @given(st.integers(0, 10**6), st.sampled_from(FORMULAS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_plan_is_better_than_the_one_that_is_found(limit, seed, formula):
     case = Case(seed, limit)
     seconds, peaks = case.all_plans(formula)
@@ -276,6 +278,58 @@ def test_stages_that_do_not_fill_the_cluster_are_refused():
         place([Submesh(1, 2)] * 3, 2, 3)
     with pytest.raises(MeshError, match="at least one"):
         submeshes(0, 8)
+
+
+def by_every_bound(layers: int, grid: Grid, price, microbatches: int) -> float:
+    """The least makespan under 1F1B as Alpa finds it: for each bound on the slowest stage the least sum, level by level."""
+    pairs = list(itertools.combinations(range(layers + 1), 2))
+    ranges = {(i, j, m): price(j - i, mesh) for i, j in pairs for m, mesh in enumerate(grid.submeshes)}
+    best = np.inf
+    for bound in sorted({c.forward_s + c.backward_s for some in ranges.values() for c in some}):
+        if (microbatches - 1) * bound >= best:
+            break
+        behind = np.full((layers + 1, grid.size + 1), np.inf)
+        behind[layers, 0] = 0.0
+        for position in range(1, layers + 1):
+            state = np.full_like(behind, np.inf)
+            for (i, j, m), some in ranges.items():
+                fit = [c for c in some if c.fixed_bytes + min(position, microbatches) * c.residual_bytes <= grid.memory_bytes]
+                took = min((t for c in fit if (t := c.forward_s + c.backward_s) <= bound), default=np.inf)
+                size = grid.submeshes[m].size
+                if np.isfinite(took) and size <= grid.size:
+                    state[i, size:] = np.minimum(state[i, size:], took + behind[j, : grid.size + 1 - size])
+            behind = state
+            best = min(best, state[0, grid.size] + (microbatches - 1) * bound)
+    return best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_twelve_layers_under_a_memory_that_binds_agree_with_a_search_over_every_bound(seed):
+    rng = np.random.default_rng(seed)
+    slow = {(n, size, c): float(rng.uniform(1, 1.3)) for n in range(1, 13) for size in (1, 2, 4, 8, 16) for c in range(2)}
+
+    def price(length: int, submesh: Submesh) -> list[Choice]:
+        found = []
+        for c, (residual, more) in enumerate(((2.0, 1.0), (0.4, 1.4))):
+            work = length / submesh.size**0.5 * more * slow[length, submesh.size, c]
+            found.append(Choice(work, 2 * work, work, 0.0, length / submesh.size, length * residual / submesh.size))
+        return found
+
+    grid = Grid(4, 4, submeshes(4, 4), fast, memory_bytes=float(rng.uniform(2.0, 4.0)))
+    chain = Chain(("layer",) * 12, (0.0,) * 13, (0.0,) * 13)
+    expected = by_every_bound(12, grid, price, 8)
+    plan = plan_stages(chain, grid, lambda i, j, submesh, m: price(j - i, submesh), [Formula("1f1b", 8)])
+    assert plan.seconds == pytest.approx(expected)
+    loose = plan_stages(chain, Grid(4, 4, grid.submeshes, fast), lambda i, j, submesh, m: price(j - i, submesh), [Formula("1f1b", 8)])
+    assert loose.seconds < plan.seconds, "memory does not bind"
+
+
+def test_the_benchmark_of_stages_runs_and_its_rows_are_whole(capsys):
+    assert stages.main(["8:2x2:8:1f1b", "8:2x2:8:zero_bubble:0.5", "8:2x2:8:1f1b:0.001", "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["stages"] > 0 for row in rows] == [True, True, False]
+    assert all(0.5 < row["simulated"] / row["seconds"] <= 1 + 1e-9 for row in rows[:2])
 
 
 def test_many_layers_on_a_large_cluster_take_seconds():
