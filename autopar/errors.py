@@ -26,6 +26,10 @@ class RuleError(UsageError):
     """A sharding rule's notation is malformed or does not fit the primitive it is registered for."""
 
 
+class ScheduleError(UsageError):
+    """A pipeline schedule does not exist, misses a task, or would wait for ever."""
+
+
 class ModelError(UsageError):
     """A zoo model or a target's callable cannot be built as asked."""
 

@@ -1,0 +1,1 @@
+"""Stages: layers, submeshes, and the dynamic programme that puts them together."""
