@@ -25,6 +25,7 @@ from autopar.ir.check import check_graph, check_plan
 from autopar.ir.graph import Aval, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan, Predicted, Timings
+from autopar.ir.restriction import Restriction
 from autopar.ir.rule import ShardingRule
 from autopar.ir.serialize import fingerprint, plain
 from autopar.ir.sharding import TensorSharding
@@ -42,7 +43,9 @@ class Options:
     match one leaf must agree. `axis_names` names the axes of the logical mesh that is searched. `static_argnums` and
     `static_argnames` are those of `jax.jit`. `donate` lets a step reuse the memory of state that it returned before. `remat` says
     what is made again after forward rather than kept: what memory asks for (`auto`), `none`, all but the results of matmuls with
-    weights (`dots`), or all but what crosses the program's narrow places (`full`). `reduce_dtype` says in what partial sums of narrow
+    weights (`dots`), or all but what crosses the program's narrow places (`full`). `zero` says what may be kept in more parts than it is
+    used in, and gathered or scattered for that: nothing (0), the optimiser's state (1), gradients too (2), parameters too (3, as
+    `auto`). `reduce_dtype` says in what partial sums of narrow
     floats are reduced: `float32`, or `as_written`. `solver` is `highs` or `pulp`, `time_limit_s` per logical mesh (None: no limit),
     `gap` the relative gap at which an answer counts as optimal. `emitter` is `shard_map` (explicit collectives) or `jit` (sharding
     constraints, the compiler finds the collectives). A value that makes no sense raises
@@ -85,6 +88,7 @@ class Options:
             wanted = "a positive number of seconds, or None for no limit"
             self._set("time_limit_s", options.number("time_limit_s", self.time_limit_s, wanted, above=True))
         options.flag("donate", self.donate)
+        self._set("zero", options.zero_level(self.zero))
         self._set("axis_names", options.axis_names(self.axis_names))
         self._set("pins", options.pins(self.pins))
         for name in ("batch_argnums", "static_argnums"):
@@ -102,7 +106,6 @@ class Options:
             "microbatches": (self.microbatches, (1, "auto")),
             "stages": (self.stages, ("off", "auto", 1)),
             "schedule": (self.schedule, ("auto",)),
-            "zero": (self.zero, ("auto",)),
             "accumulate_dtype": (self.accumulate_dtype, ("float32",)),
             "pad_state": (self.pad_state, (False,)),
             "microbatch_statistics": (self.microbatch_statistics, (False,)),
@@ -116,7 +119,8 @@ class Options:
 class Compilation:
     """What is known so far: the steps fill it from top to bottom.
 
-    `fixed` pins inputs by their path beyond `options.pins` (another batch shape keeps the state where it is).
+    `fixed` pins inputs by their path beyond `options.pins` (another batch shape keeps the state where it is). `restriction` says what
+    the axes of the one mesh are for, if the user does.
     """
 
     traced: Traced
@@ -125,6 +129,7 @@ class Compilation:
     options: Options
     target: str = ""
     fixed: Mapping[str, TensorSharding] = field(default_factory=dict)
+    restriction: Restriction | None = None
     progress: Progress = lambda text: None
     trace_s: float = 0.0
     rules: tuple[ShardingRule, ...] = ()
@@ -148,9 +153,26 @@ def fold(c: Compilation) -> Compilation:
 
     def shape(graph: Graph) -> Shape:
         found = c.rules if graph is c.traced.graph else tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops)
-        return shape_of(graph, found, c.traced.roles.carried, pinned, donated=c.options.donate)
+        return shape_of(
+            graph, found, c.traced.roles.carried, pinned, donated=c.options.donate, restriction=restriction_of(c), batch=batch_of(c)
+        )
 
     return replace(c, variants=Variants(c.traced.graph, shape, c.options.remat))
+
+
+def restriction_of(c: Compilation) -> Restriction | None:
+    """What the user restricts: the roles of axes, or by `zero` alone what may be kept in parts."""
+    if c.restriction is not None or c.options.zero == "auto":
+        return c.restriction
+    return Restriction(int(c.options.zero))
+
+
+def batch_of(c: Compilation) -> tuple[int, ...] | None:
+    """The graph inputs that hold the batch, by position; None where the user does not say."""
+    if not c.options.batch_argnums:
+        return None
+    args, _ = c.traced.signature.rebuild(range(len(c.traced.signature.positions)), with_static=False)
+    return tuple(n for k in c.options.batch_argnums if k < len(args) for n in jax.tree.leaves(args[k]))
 
 
 def intraop(c: Compilation) -> Compilation:
@@ -193,7 +215,7 @@ def summarise(c: Compilation) -> Compilation:
         chosen.live,
         c.candidates,
         plain({k: v for k, v in asdict(c.options).items() if isinstance(v, (str, int, float, bool, tuple, type(None)))}),
-        (*c.traced.roles.notes, *_made_again(c)),
+        (*_restricted(c), *c.traced.roles.notes, *_made_again(c)),
         jax.__version__,
         remat=c.options.remat if chosen.recomputed else "none",
         recomputed=chosen.recomputed,
@@ -229,6 +251,11 @@ def without_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _restricted(c: Compilation) -> tuple[str, ...]:
+    restriction = restriction_of(c)
+    return () if restriction is None else (f"planned within limits: {restriction}",)
 
 
 def _made_again(c: Compilation) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
-"""The public interface: `plan`, `parallelize`, `Plan`, `Cluster`."""
+"""The public interface: `plan`, `manual`, `parallelize`, `Plan`, `Cluster`."""
 
 from __future__ import annotations
 
 from autopar.api.clusters import ClusterLike, cluster_of_devices, resolve_cluster
+from autopar.api.manual import manual
 from autopar.api.plans import Plan, check_program, plan
 from autopar.api.step import ParallelStep, parallelize
 from autopar.compiler import Options
@@ -17,6 +18,7 @@ __all__ = [
     "Plan",
     "check_program",
     "cluster_of_devices",
+    "manual",
     "parallelize",
     "plan",
     "resolve_cluster",

@@ -21,6 +21,7 @@ from autopar.ir.check import check_plan
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan as PlanData
+from autopar.ir.restriction import Restriction
 from autopar.ir.serialize import load_plan, plan_to_dict, save_plan
 from autopar.report import diff as report_diff, explain as report_explain, html as report_html, table as report_table
 from autopar.runtime.executor import executable_for, make_mesh
@@ -222,7 +223,22 @@ def plan(
     priced, meshes, _ = resolve_cluster(cluster)
     meshes = meshes or logical_meshes(priced, options.axis_names)
     traced, seconds = timed_trace(function, args, kwargs or {}, options, axes_of(meshes, options))
-    done = compile_plan(Compilation(traced, priced, meshes, options, target, progress=progress or _quiet, trace_s=seconds))
+    return plan_traced(traced, priced, meshes, options, target, progress, seconds)
+
+
+def plan_traced(
+    traced: Traced,
+    cluster: Cluster,
+    meshes: tuple[LogicalMesh, ...],
+    options: Options,
+    target: str = "",
+    progress: Callable[[str], None] | None = None,
+    trace_s: float = 0.0,
+    restriction: Restriction | None = None,
+) -> Plan:
+    """The plan of a function that is traced already, the best over `meshes`."""
+    asked = Compilation(traced, cluster, meshes, options, target, restriction=restriction, progress=progress or _quiet, trace_s=trace_s)
+    done = compile_plan(asked)
     assert done.plan is not None
     return Plan(done.plan, traced, options)
 

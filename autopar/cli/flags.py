@@ -72,6 +72,7 @@ FLAGS: tuple[tuple[str, Any, Any], ...] = (
     ("donate", Annotated[bool, _flag("--donate/--no-donate", help="Let a step reuse the memory of the state it gets.")], _D.donate),
     ("reduce_dtype", Annotated[str, _flag(metavar="DTYPE", help="Partial sums are reduced in float32 or as_written.")], _D.reduce_dtype),
     ("remat", Annotated[str, _flag(metavar="NAME", help="What is made again after forward: auto, none, dots or full.")], _D.remat),
+    ("zero", Annotated[str, _flag(metavar="LEVEL", help="What may be kept in more parts than used in: auto, 0 to 3.")], _D.zero),
     ("solver", Annotated[str, _flag(metavar="NAME", help="highs or pulp.")], _D.solver),
     (
         "time_limit_s",
@@ -106,6 +107,7 @@ def options_of(given: Mapping[str, Any]) -> Options:
     """`Options` from the values of flags. Raises `UsageError` for one that makes no sense."""
     fields = dict(given)
     memory, pins, names = fields.pop("memory_bytes"), fields.pop("pins"), fields.pop("axis_names")
+    fields |= {"zero": int(fields["zero"])} if str(fields.get("zero")).isdigit() else {}
     return Options(
         memory_bytes=None if memory is None else byte_count(memory),
         pins=dict(map(pin, _texts(pins))),
