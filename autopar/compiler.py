@@ -120,7 +120,7 @@ class Compilation:
     """What is known so far: the steps fill it from top to bottom.
 
     `fixed` pins inputs by their path beyond `options.pins` (another batch shape keeps the state where it is). `restriction` says what
-    the axes of the one mesh are for, if the user does.
+    the axes of the one mesh are for, if the user does. `least` has a refusal say what would fit, which may take long.
     """
 
     traced: Traced
@@ -130,6 +130,7 @@ class Compilation:
     target: str = ""
     fixed: Mapping[str, TensorSharding] = field(default_factory=dict)
     restriction: Restriction | None = None
+    least: bool = True
     progress: Progress = lambda text: None
     trace_s: float = 0.0
     rules: tuple[ShardingRule, ...] = ()
@@ -189,7 +190,7 @@ def intraop(c: Compilation) -> Compilation:
         time.perf_counter,
         c.options.reduce_dtype == "as_written",
     )
-    chosen, candidates = choose(search, c.meshes)
+    chosen, candidates = choose(search, c.meshes, c.least)
     check_plan(chosen.shape.graph, chosen.shape.rules, chosen.plan)
     return replace(c, shape=chosen.shape, rules=chosen.shape.rules, chosen=chosen, candidates=candidates)
 

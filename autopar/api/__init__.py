@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.api.clusters import ClusterLike, cluster_of_devices, resolve_cluster
+from autopar.api.compare import Baseline, Comparison, Setting, baselines
 from autopar.api.manual import manual
 from autopar.api.plans import Plan, check_program, plan
 from autopar.api.step import ParallelStep, parallelize
@@ -11,11 +12,15 @@ from autopar.runtime.executor import executable_for as _executable  # noqa: F401
 from cost_models import Cluster
 
 __all__ = [
+    "Baseline",
     "Cluster",
     "ClusterLike",
+    "Comparison",
     "Options",
     "ParallelStep",
     "Plan",
+    "Setting",
+    "baselines",
     "check_program",
     "cluster_of_devices",
     "manual",

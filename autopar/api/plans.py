@@ -235,9 +235,20 @@ def plan_traced(
     progress: Callable[[str], None] | None = None,
     trace_s: float = 0.0,
     restriction: Restriction | None = None,
+    least: bool = True,
 ) -> Plan:
-    """The plan of a function that is traced already, the best over `meshes`."""
-    asked = Compilation(traced, cluster, meshes, options, target, restriction=restriction, progress=progress or _quiet, trace_s=trace_s)
+    """The plan of a function that is traced already, the best over `meshes`. `least` has a refusal say what would fit."""
+    asked = Compilation(
+        traced,
+        cluster,
+        meshes,
+        options,
+        target,
+        restriction=restriction,
+        least=least,
+        progress=progress or _quiet,
+        trace_s=trace_s,
+    )
     done = compile_plan(asked)
     assert done.plan is not None
     return Plan(done.plan, traced, options)

@@ -136,15 +136,15 @@ def _questions(advice: Advice) -> Iterator[Callable[[], tuple[Values, float]]]:
         yield partial(advice.values, share)
 
 
-def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple[tuple[str, float], ...]]:
+def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) -> tuple[Chosen, tuple[tuple[str, float], ...]]:
     """The best plan over `meshes`, and the objective on each (infinite where none was found, a bound where it was passed over).
 
     The mesh on which the program is fastest if memory does not matter comes first, those where that is not known last, and those on
-    which even that is slower than a plan that was found are passed over. Raises the least bad `InfeasibleError` when none fits,
-    `SolverError` when time ran out everywhere.
+    which even that is slower than a plan that was found are passed over. Raises the least bad `InfeasibleError` when none fits, which
+    says what would if `least`, and `SolverError` when time ran out everywhere.
     """
     if len(meshes) == 1:
-        alone = search.best(meshes[0])
+        alone = search.best(meshes[0], least)
         _tell(search, alone)
         return alone, ((str(meshes[0]), alone.price.total_s),)
     found: list[Chosen] = []
@@ -153,9 +153,9 @@ def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple
     unanswered: list[SolverError] = []
     bounds = {mesh: search.bound(mesh) for mesh in meshes}
     for mesh in sorted(meshes, key=lambda m: _rank(bounds[m])):
-        least = bounds[mesh] or 0.0
-        if found and least > min(c.price.total_s for c in found) * (1 - search.options.gap):
-            tried[f"{mesh}, at least"] = least
+        below = bounds[mesh] or 0.0
+        if found and below > min(c.price.total_s for c in found) * (1 - search.options.gap):
+            tried[f"{mesh}, at least"] = below
             continue
         tried[str(mesh)] = float("inf")
         try:
@@ -173,7 +173,7 @@ def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple
     if not found and unanswered:
         raise unanswered[0]
     if not found:
-        found.append(_at_last(search, refused))
+        found.append(_at_last(search, refused, least))
         tried[str(found[0].pricer.mesh)] = found[0].price.total_s
     best = min(found, key=lambda c: c.price.total_s)
     total = replace(best, enumerate_s=sum(c.enumerate_s for c in found), solve_s=sum(c.solve_s for c in found))
@@ -190,12 +190,12 @@ def _tell(search: Search, chosen: Chosen) -> None:
     search.progress(f"mesh {chosen.pricer.mesh}: {seconds * 1e3:.3f} ms, {solve.status}, gap {solve.gap:.2g}")
 
 
-def _at_last(search: Search, meshes: Sequence[LogicalMesh]) -> Chosen:
+def _at_last(search: Search, meshes: Sequence[LogicalMesh], least: bool) -> Chosen:
     """A plan that what holds least may still allow; else the least bad `InfeasibleError`, of as many meshes as there is time for."""
     begin, refused = search.clock(), list[InfeasibleError]()
     for mesh in meshes:
         try:
-            return search.best(mesh)
+            return search.best(mesh, least)
         except InfeasibleError as error:
             refused.append(error)
         if search.options.time_limit_s is not None and search.clock() - begin > search.options.time_limit_s:
