@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.api import Cluster, Options, Plan, manual, parallelize, plan
+from autopar.api import Cluster, Options, Plan, manual, parallelize, plan, rule
 from autopar.errors import (
     AutoparError,
     CheckError,
@@ -39,4 +39,5 @@ __all__ = [
     "parallelize",
     "plan",
     "register_rule",
+    "rule",
 ]

@@ -6,6 +6,7 @@ from autopar.api.clusters import ClusterLike, cluster_of_devices, resolve_cluste
 from autopar.api.compare import Baseline, Comparison, Setting, baselines
 from autopar.api.manual import manual
 from autopar.api.plans import Plan, check_program, plan
+from autopar.api.rule import rule
 from autopar.api.step import ParallelStep, parallelize
 from autopar.compiler import Options
 from autopar.runtime.executor import executable_for as _executable  # noqa: F401  (autopar.cli)
@@ -27,4 +28,5 @@ __all__ = [
     "parallelize",
     "plan",
     "resolve_cluster",
+    "rule",
 ]
