@@ -57,7 +57,8 @@ def test_ops_are_on_the_track_of_their_phase(plan):
 def test_memory_begins_with_the_arguments_and_peaks_where_the_plan_says(plan):
     held = [e["args"]["bytes"] for e in events(plan, "C")]
     assert plan.predicted.argument_bytes <= min(held) <= held[0] < 1.1 * plan.predicted.argument_bytes
-    assert 0.9 * plan.predicted.peak_bytes <= max(held) <= 1.001 * plan.predicted.peak_bytes
+    # The programme lets a value stay until the last reader of any of its forms, the timeline until it is converted.
+    assert 0.85 * plan.predicted.peak_bytes <= max(held) <= 1.001 * plan.predicted.peak_bytes
 
 
 def deep(ws, x):
