@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.api import Cluster, Options, Plan, parallelize, plan
+from autopar.api import Cluster, Options, Plan, manual, parallelize, plan, rule
 from autopar.errors import (
     AutoparError,
     CheckError,
@@ -35,7 +35,9 @@ __all__ = [
     "StateError",
     "TraceError",
     "UsageError",
+    "manual",
     "parallelize",
     "plan",
     "register_rule",
+    "rule",
 ]

@@ -25,6 +25,7 @@ from autopar.ir.check import check_graph, check_plan
 from autopar.ir.graph import Aval, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan, Predicted, Timings
+from autopar.ir.restriction import Restriction
 from autopar.ir.rule import ShardingRule
 from autopar.ir.serialize import fingerprint, plain
 from autopar.ir.sharding import TensorSharding
@@ -47,7 +48,9 @@ class Options:
     plain. `static_argnums` and
     `static_argnames` are those of `jax.jit`. `donate` lets a step reuse the memory of state that it returned before. `remat` says
     what is made again after forward rather than kept: what memory asks for (`auto`), `none`, all but the results of matmuls with
-    weights (`dots`), or all but what crosses the program's narrow places (`full`). `reduce_dtype` says in what partial sums of narrow
+    weights (`dots`), or all but what crosses the program's narrow places (`full`). `zero` says what may be kept in more parts than it is
+    used in, and gathered or scattered for that: nothing (0), the optimiser's state (1), gradients too (2), parameters too (3, as
+    `auto`). `reduce_dtype` says in what partial sums of narrow
     floats are reduced: `float32`, or `as_written`. `solver` is `highs` or `pulp`, `time_limit_s` per logical mesh (None: no limit),
     `gap` the relative gap at which an answer counts as optimal. `emitter` is `shard_map` (explicit collectives) or `jit` (sharding
     constraints, the compiler finds the collectives). A value that makes no sense raises
@@ -92,6 +95,7 @@ class Options:
             wanted = "a positive number of seconds, or None for no limit"
             self._set("time_limit_s", options.number("time_limit_s", self.time_limit_s, wanted, above=True))
         options.flag("donate", self.donate)
+        self._set("zero", options.zero_level(self.zero))
         self._set("axis_names", options.axis_names(self.axis_names))
         self._set("pins", options.pins(self.pins))
         for name in ("batch_argnums", "static_argnums"):
@@ -108,7 +112,6 @@ class Options:
         refused = {
             "stages": (self.stages, ("off", "auto", 1)),
             "schedule": (self.schedule, ("auto",)),
-            "zero": (self.zero, ("auto",)),
             "pad_state": (self.pad_state, (False,)),
             "microbatch_statistics": (self.microbatch_statistics, (False,)),
         }
@@ -121,9 +124,10 @@ class Options:
 class Compilation:
     """What is known so far: the steps fill it from top to bottom.
 
-    `fixed` pins inputs by their path beyond `options.pins` (another batch shape keeps the state where it is). `divided` is the program
-    that runs the step as `microbatches`; plans whose steps take `below` seconds or more are of no use. `quick`: where nothing fits, it is
-    not sought what would. `tried` says what was found with fewer microbatches.
+    `fixed` pins inputs by their path beyond `options.pins` (another batch shape keeps the state where it is). `restriction` says what
+    the axes of the one mesh are for, if the user does. `least` has a refusal say what would fit, which may take long. `divided` is the
+    program that runs the step as `microbatches`; plans whose steps take `below` seconds or more are of no use; `tried` says what was found
+    with fewer microbatches.
     """
 
     traced: Traced
@@ -132,11 +136,12 @@ class Compilation:
     options: Options
     target: str = ""
     fixed: Mapping[str, TensorSharding] = field(default_factory=dict)
+    restriction: Restriction | None = None
+    least: bool = True
     progress: Progress = lambda text: None
     trace_s: float = 0.0
     microbatches: int = 1
     below: float | None = None
-    quick: bool = False
     tried: tuple[str, ...] = ()
     divided: Traced | None = None
     rules: tuple[ShardingRule, ...] = ()
@@ -184,9 +189,26 @@ def fold(c: Compilation) -> Compilation:
 
     def shape(graph: Graph) -> Shape:
         found = c.rules if graph is program else tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops)
-        return shape_of(graph, found, c.traced.roles.carried, pinned, donated=c.options.donate)
+        return shape_of(
+            graph, found, c.traced.roles.carried, pinned, donated=c.options.donate, restriction=restriction_of(c), batch=batch_of(c)
+        )
 
     return replace(c, variants=Variants(program, shape, c.options.remat))
+
+
+def restriction_of(c: Compilation) -> Restriction | None:
+    """What the user restricts: the roles of axes, or by `zero` alone what may be kept in parts."""
+    if c.restriction is not None or c.options.zero == "auto":
+        return c.restriction
+    return Restriction(int(c.options.zero))
+
+
+def batch_of(c: Compilation) -> tuple[int, ...] | None:
+    """The graph inputs that hold the batch, by position; None where the user does not say."""
+    if not c.options.batch_argnums:
+        return None
+    args, _ = c.traced.signature.rebuild(range(len(c.traced.signature.positions)), with_static=False)
+    return tuple(n for k in c.options.batch_argnums if k < len(args) for n in jax.tree.leaves(args[k]))
 
 
 def intraop(c: Compilation) -> Compilation:
@@ -203,9 +225,8 @@ def intraop(c: Compilation) -> Compilation:
         time.perf_counter,
         c.options.reduce_dtype == "as_written",
         c.below,
-        c.quick,
     )
-    chosen, candidates = choose(search, c.meshes)
+    chosen, candidates = choose(search, c.meshes, c.least)
     check_plan(chosen.shape.graph, chosen.shape.rules, chosen.plan)
     return replace(c, shape=chosen.shape, rules=chosen.shape.rules, chosen=chosen, candidates=candidates)
 
@@ -231,7 +252,7 @@ def summarise(c: Compilation) -> Compilation:
         chosen.live,
         c.candidates,
         plain({k: v for k, v in asdict(c.options).items() if isinstance(v, (str, int, float, bool, tuple, type(None)))}),
-        (*c.traced.roles.notes, *(c.tried if c.microbatches > 1 else ()), *_made_again(c)),
+        (*_restricted(c), *c.traced.roles.notes, *(c.tried if c.microbatches > 1 else ()), *_made_again(c)),
         jax.__version__,
         microbatches=c.microbatches,
         remat=c.options.remat if chosen.recomputed else "none",
@@ -251,7 +272,7 @@ STEPS: tuple[tuple[str, Callable[[Compilation], Compilation]], ...] = (
 
 def compile_plan(compilation: Compilation) -> Compilation:
     """Run every step in order, for each number of microbatches that is worth it; the fastest plan is taken."""
-    asked = compilation.options.microbatches
+    asked = 1 if compilation.restriction is not None and compilation.options.microbatches == "auto" else compilation.options.microbatches
     with without_collector():
         if isinstance(asked, int):
             return _run(replace(compilation, microbatches=asked))
@@ -278,7 +299,7 @@ def _as_memory_asks(c: Compilation) -> Compilation:
         c.progress(words)
         try:
             below = None if best is None else best.seconds_per_step
-            found = _run(replace(c, microbatches=count, below=below, quick=True, tried=tuple(tried)))
+            found = _run(replace(c, microbatches=count, below=below, least=False, tried=tuple(tried)))
         except MicrobatchError:
             break
         except InfeasibleError:
@@ -315,6 +336,11 @@ def without_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def _restricted(c: Compilation) -> tuple[str, ...]:
+    restriction = restriction_of(c)
+    return () if restriction is None else (f"planned within limits: {restriction}",)
 
 
 def _made_again(c: Compilation) -> tuple[str, ...]:

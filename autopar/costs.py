@@ -102,13 +102,15 @@ def is_reduction(op: Op) -> bool:
 class Charges:
     """What of each op is read from and written to memory: operand and result positions, per op index.
 
-    A fusion group pays once for each value that enters it (at the op that reads it first) and once for each that leaves it.
+    A fusion group pays once for each value that enters it (at the op that reads it first) and once for each that leaves it. `heads` are the
+    ops with which a kernel begins, `launches` how often one is launched per step.
     """
 
     reads: tuple[tuple[int, ...], ...]
     writes: tuple[tuple[int, ...], ...]
     groups: tuple[int, ...]
     launches: int = 0
+    heads: frozenset[int] = frozenset()
 
 
 def fusion_charges(graph: Graph, elementwise: Sequence[bool]) -> Charges:
@@ -148,8 +150,8 @@ def fusion_charges(graph: Graph, elementwise: Sequence[bool]) -> Charges:
                 mine.append(k)
         reads.append(tuple(mine))
         writes.append(tuple(k for k, r in enumerate(op.results) if _leaves(graph, r, groups, i, fusible)))
-    launches = sum(graph.times[i] for i in set(groups) if graph.ops[i].primitive not in _PASSED_ON)
-    return Charges(tuple(reads), tuple(writes), groups, launches)
+    heads = frozenset(i for i in groups if graph.ops[i].primitive not in _PASSED_ON)
+    return Charges(tuple(reads), tuple(writes), groups, sum(graph.times[i] for i in heads), heads)
 
 
 def _levels(graph: Graph, fusible: Sequence[bool]) -> list[int]:

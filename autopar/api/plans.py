@@ -15,14 +15,19 @@ import cost_models
 from autopar import rules
 from autopar.api.clusters import ClusterLike, resolve_cluster
 from autopar.compiler import Compilation, Options, compile_plan, fingerprint_of, logical_meshes, without_collector
+from autopar.costs import Pricer, fusion_charges
 from autopar.emit.manual import partition_spec
 from autopar.errors import PlanError, UsageError
+from autopar.intraop.clusters import is_elementwise
 from autopar.ir.check import check_plan
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan as PlanData
+from autopar.ir.restriction import Restriction
 from autopar.ir.serialize import load_plan, plan_to_dict, save_plan
 from autopar.report import diff as report_diff, explain as report_explain, html as report_html, table as report_table
+from autopar.report.perfetto import perfetto_json
+from autopar.report.timeline import timeline
 from autopar.runtime.executor import executable_for, make_mesh
 from autopar.runtime.program import planned
 from autopar.runtime.verify import Verification, verify
@@ -117,6 +122,20 @@ class Plan:
     def html(self) -> str:
         """The plan as a self-contained HTML fragment."""
         return report_html.plan_html(self.data)
+
+    def perfetto(self) -> str:
+        """The predicted step as trace-event JSON for Perfetto (https://ui.perfetto.dev) or chrome://tracing: ops by phase, collectives by
+        axis, and the memory of one device. Raises `PlanError` for a plan that was read from a file and does not know its program.
+        """
+        if self._traced is None:
+            raise PlanError("a timeline shows the program's ops, which a plan's file does not hold. Take the plan that `plan` returns.")
+        carried = self._traced.roles.carried
+        graph = planned(self._traced, self.data).graph
+        found = tuple(rules.rule_for(op, graph.aval) for op in graph.ops)
+        charges = fusion_charges(graph, [is_elementwise(r) for r in found])
+        as_written = self.data.options.get("reduce_dtype") == "as_written"
+        pricer = Pricer(Cluster.from_dict(dict(self.data.cluster)), self.data.mesh, as_written)
+        return perfetto_json(self.data, timeline(self.data, graph, found, charges, pricer, carried))
 
     def _repr_html_(self) -> str:
         return self.html()
@@ -218,7 +237,33 @@ def plan(
     priced, meshes, _ = resolve_cluster(cluster)
     meshes = meshes or logical_meshes(priced, options.axis_names)
     traced, seconds = timed_trace(function, args, kwargs or {}, options, axes_of(meshes, options))
-    done = compile_plan(Compilation(traced, priced, meshes, options, target, progress=progress or _quiet, trace_s=seconds))
+    return plan_traced(traced, priced, meshes, options, target, progress, seconds)
+
+
+def plan_traced(
+    traced: Traced,
+    cluster: Cluster,
+    meshes: tuple[LogicalMesh, ...],
+    options: Options,
+    target: str = "",
+    progress: Callable[[str], None] | None = None,
+    trace_s: float = 0.0,
+    restriction: Restriction | None = None,
+    least: bool = True,
+) -> Plan:
+    """The plan of a function that is traced already, the best over `meshes`. `least` has a refusal say what would fit."""
+    asked = Compilation(
+        traced,
+        cluster,
+        meshes,
+        options,
+        target,
+        restriction=restriction,
+        least=least,
+        progress=progress or _quiet,
+        trace_s=trace_s,
+    )
+    done = compile_plan(asked)
     assert done.plan is not None
     return Plan(done.plan, traced, options)
 

@@ -1,10 +1,10 @@
-"""The command line: `autopar demo`, `plan`, `run`, `explain`, `diff`, `profile`, `clusters`, `models`."""
+"""The command line: `autopar demo`, `plan`, `run`, `baselines`, `explain`, `diff`, `profile`, `clusters`, `models`."""
 
 from __future__ import annotations
 
 import typer
 
-from autopar.cli import catalogue, planning, profiling, running
+from autopar.cli import catalogue, comparing, planning, profiling, running
 
 app = typer.Typer(
     name="autopar",
@@ -15,10 +15,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (
-    *(running.demo, planning.plan, running.run, planning.explain, planning.diff),
-    *(profiling.profile, catalogue.clusters, catalogue.models),
-):
+COMMANDS = (
+    *(running.demo, planning.plan, running.run, comparing.baselines),
+    *(planning.explain, planning.diff, profiling.profile, catalogue.clusters, catalogue.models),
+)
+for command in COMMANDS:
     app.command()(command)
 
 

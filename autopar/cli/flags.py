@@ -87,6 +87,7 @@ FLAGS: tuple[tuple[str, Any, Any], ...] = (
         None,
     ),
     ("remat", Annotated[str, _flag(metavar="NAME", help="What is made again after forward: auto, none, dots or full.")], _D.remat),
+    ("zero", Annotated[str, _flag(metavar="LEVEL", help="What may be kept in more parts than used in: auto, 0 to 3.")], _D.zero),
     ("solver", Annotated[str, _flag(metavar="NAME", help="highs or pulp.")], _D.solver),
     (
         "time_limit_s",
@@ -122,6 +123,7 @@ def options_of(given: Mapping[str, Any]) -> Options:
     fields = dict(given)
     memory, pins, names = fields.pop("memory_bytes"), fields.pop("pins"), fields.pop("axis_names")
     count, batch = fields.pop("microbatches"), fields.pop("batch_argnums")
+    fields |= {"zero": int(fields["zero"])} if str(fields.get("zero")).isdigit() else {}
     return Options(
         microbatches=int(count) if count.isdigit() else count,
         batch_argnums=tuple(batch or ()),

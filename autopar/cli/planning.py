@@ -32,6 +32,7 @@ def plan(
     json: Json = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as a page.")] = None,
     save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Write the plan, for `explain`, `diff` and Python.")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write the predicted step for Perfetto.")] = None,
     debug: Debug = False,
 ) -> None:
     """Plan a target for a cluster, which need not be here: prints what was decided and what it is predicted to cost."""
@@ -41,6 +42,8 @@ def plan(
             made.save(save)
         if html:
             write_text(str(html), page(made))
+        if trace:
+            write_text(str(trace), made.perfetto())
         report.document = made.to_dict()
         report.show(made)
 

@@ -12,6 +12,7 @@ from autopar.costs import Pricer
 from autopar.intraop.clusters import Cluster
 from autopar.intraop.networks import EARLY, LATE, Member, Network, Opening, SideBuilder, Use, User, Vector, add_network
 from autopar.intraop.reshard import border_shardings
+from autopar.intraop.restrict import Barred
 from autopar.intraop.shape import Shape
 from autopar.intraop.space import Space, build_space
 from autopar.intraop.states import StateGraph, state_graph
@@ -114,7 +115,8 @@ class _Enumerator:
 
     def run(self) -> tuple[Problem, Layout]:
         shape = self.shape
-        self.spaces = tuple(build_space(self.graph, shape.rules, shape.clusters[m[0]], self.mesh) for m in shape.folded.members)
+        first = [shape.clusters[members[0]] for members in shape.folded.members]
+        self.spaces = tuple(build_space(self.graph, shape.rules, cluster, self.mesh, shape.limits) for cluster in first)
         node_costs = [self._cost(c) for c in range(len(self.spaces))]
         self._border_nodes(node_costs)
         values = self._values()
@@ -204,11 +206,19 @@ class _Enumerator:
 
         for v in self.graph.inputs:
             if v not in self.shape.member_input:
-                self.input_node[v] = node(self._input_kind(v), self.pins.get(v) or border_shardings(self.graph.avals[v], self.mesh))
+                self.input_node[v] = node(self._input_kind(v), self.pins.get(v) or self._border_of(v))
         for k, o in enumerate(self.graph.outputs):
             if isinstance(o, int) and k not in self.tied and o not in self.graph.free:
-                shardings = border_shardings(self.graph.avals[o], self.mesh)
-                self.output_node[k] = node(("out", k), shardings)
+                self.output_node[k] = node(("out", k), self._border_of(o, False))
+
+    def _border_of(self, v: int, going_in: bool = True) -> tuple[TensorSharding, ...]:
+        """The shardings that an input or an output may have."""
+        found, limits = border_shardings(self.graph.avals[v], self.mesh), self.shape.limits
+        return found if limits is None else limits.border(v, found, self.mesh, going_in)
+
+    def _barred(self, v: int) -> Barred:
+        """The moves that must not be made of a value."""
+        return frozenset() if self.shape.limits is None else self.shape.limits.barred(v, self.mesh)
 
     def _input_kind(self, v: int) -> Hashable:
         """Inputs with equal avals, users and next value share a node when the program is folded."""
@@ -217,7 +227,9 @@ class _Enumerator:
         users = tuple(sorted((self._class(u), self.shape.position.get(u, -1), k) for u, k in self.graph.uses.get(v, ())))
         nexts = [self.graph.outputs[o] for o, w in self.tied.items() if w == v]
         makers = tuple(self._class(self.graph.producer.get(o, -1)) for o in nexts if isinstance(o, int))
-        return (self.graph.avals[v], users, makers, self.pins.get(v))
+        limits = self.shape.limits
+        kind = limits and (limits.labels.dims[v], v in limits.parameters, v in limits.other_state)
+        return (self.graph.avals[v], users, makers, self.pins.get(v), kind)
 
     def _class(self, i: int) -> int:
         c = self.shape.cluster_of.get(i)
@@ -293,7 +305,8 @@ class _Enumerator:
                 needs = tuple((n, id(w), k) for n, w, k in users)
                 times = self.graph.value_times(v)
                 again = value.again and (value.again[0], id(value.again[1]))
-                kind = (value.node, id(value.vector), aval, needs, layers, self._is_held(v, value, users), times, again)
+                held = self._is_held(v, value, users)
+                kind = (value.node, id(value.vector), aval, needs, layers, held, times, again, self._barred(v))
                 kinds.setdefault(kind, []).append((v, value, users))
         return [self._network(members) for members in kinds.values()]
 
@@ -364,7 +377,7 @@ class _Enumerator:
         aval = self.graph.avals[v]
         vectors = (value.vector, value.again[1] if value.again else (), *(w for _, w, _ in users))
         shardings = {s for vector in vectors for s in vector if s is not None}
-        graph = self._states(aval, tuple(sorted({kind for s in shardings for _, kind in s.partial})))
+        graph = self._states(aval, tuple(sorted({kind for s in shardings for _, kind in s.partial})), self._barred(v))
         layers = self._layers(v, value, users)
         own = [self._member(m, mv, mu) for m, mv, mu in members]
         held = all(m.held >= m.late for m in own)
@@ -381,10 +394,10 @@ class _Enumerator:
             value.again,
         )
 
-    def _states(self, aval: Aval, kinds: tuple[Reduction, ...]) -> StateGraph:
-        key = (aval.shape, aval.dtype, kinds)
+    def _states(self, aval: Aval, kinds: tuple[Reduction, ...], barred: Barred) -> StateGraph:
+        key = (aval.shape, aval.dtype, kinds, barred)
         if key not in self.graphs:
-            self.graphs[key] = state_graph(aval, self.mesh, kinds, self.pricer.move)
+            self.graphs[key] = state_graph(aval, self.mesh, kinds, self.pricer.move, barred)
         return self.graphs[key]
 
     def _state_bytes(self, network: Network) -> list[int]:

@@ -6,7 +6,7 @@ reads and of who reads it. Members of one class take one strategy, which is a le
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from autopar.costs import Charges
@@ -33,11 +33,14 @@ def fold(
     charges: Charges,
     marks: dict[int, Hashable],
     rounds: int = 2,
+    tags: Callable[[int], Hashable] | None = None,
 ) -> Folded:
-    """Classes of equal clusters. `marks` holds what else tells graph inputs apart (role, pins), by value."""
+    """Classes of equal clusters. `marks` holds what else tells graph inputs apart (role, pins), by value, `tags` what tells ops apart."""
     cluster_of = {i: c for c, cluster in enumerate(clusters) for i in cluster.ops}
     member = {v: c for c, cluster in enumerate(clusters) for v in cluster.inputs}
-    colours = _dense([_signature(graph, cluster, charges, marks) for cluster in clusters])
+    colours = _dense(
+        [(_signature(graph, cluster, charges, marks), tuple(map(tags, cluster.ops)) if tags else ()) for cluster in clusters]
+    )
     around = [_neighbours(graph, cluster, cluster_of, member, marks) for cluster in clusters]
     for _ in range(rounds):
         refined = [

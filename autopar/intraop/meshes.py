@@ -33,7 +33,7 @@ Values = frozenset[int]
 class Search:
     """What is sought: a plan of one of the `variants` under `budget` bytes per device. `pins` are by mesh, `clock` is in seconds.
 
-    Plans that take `below` seconds or more are of no use. `quick`: what would fit where nothing does is not sought.
+    Plans that take `below` seconds or more are of no use.
     """
 
     variants: Variants
@@ -45,7 +45,6 @@ class Search:
     clock: Callable[[], float]
     as_written: bool = False
     below: float | None = None
-    quick: bool = False
 
     def plan(self, mesh: LogicalMesh, values: Values, least: bool) -> Chosen:
         """The best plan on a mesh that makes these values again. Raises `InfeasibleError`, which says what would fit if `least`."""
@@ -143,17 +142,17 @@ def _questions(advice: Advice) -> Iterator[Callable[[], tuple[Values, float]]]:
         yield partial(advice.values, share)
 
 
-def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple[tuple[str, float], ...]]:
+def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) -> tuple[Chosen, tuple[tuple[str, float], ...]]:
     """The best plan over `meshes`, and the objective on each (infinite where none was found, a bound where it was passed over).
 
     The mesh on which the program is fastest if memory does not matter comes first, those where that is not known last, and those on
-    which even that is slower than a plan that was found are passed over. Raises the least bad `InfeasibleError` when none fits,
-    `SolverError` when time ran out everywhere.
+    which even that is slower than a plan that was found are passed over. Raises the least bad `InfeasibleError` when none fits, which
+    says what would if `least`, and `SolverError` when time ran out everywhere.
     """
-    if search.quick and search.budget is not None and search.variants.needed_at_least(meshes[0].num_devices) > search.budget:
+    if not least and search.budget is not None and search.variants.needed_at_least(meshes[0].num_devices) > search.budget:
         raise InfeasibleError("whatever is made again, this takes more memory.")
     if len(meshes) == 1 and search.below is None:
-        alone = search.best(meshes[0], not search.quick)
+        alone = search.best(meshes[0], least)
         _tell(search, alone)
         return alone, ((str(meshes[0]), alone.price.total_s),)
     found: list[Chosen] = []
@@ -162,9 +161,9 @@ def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple
     unanswered: list[SolverError] = []
     bounds = {mesh: search.bound(mesh) for mesh in meshes}
     for mesh in sorted(meshes, key=lambda m: _rank(bounds[m])):
-        least = bounds[mesh] or 0.0
-        if least > min([c.price.total_s for c in found] or [_most(search)]) * (1 - search.options.gap):
-            tried[f"{mesh}, at least"] = least
+        below = bounds[mesh] or 0.0
+        if below > min([c.price.total_s for c in found] or [_most(search)]) * (1 - search.options.gap):
+            tried[f"{mesh}, at least"] = below
             continue
         tried[str(mesh)] = float("inf")
         try:
@@ -181,8 +180,8 @@ def choose(search: Search, meshes: Sequence[LogicalMesh]) -> tuple[Chosen, tuple
         _tell(search, chosen)
     if not found and unanswered:
         raise unanswered[0]
-    if not found and search.quick:
-        raise InfeasibleError("no plan that is looked for fits.")
+    if not found and not (least and refused):
+        raise InfeasibleError("no plan that was looked for fits, or is as fast as what is known.")
     if not found:
         found.append(_at_last(search, refused))
         tried[str(found[0].pricer.mesh)] = found[0].price.total_s

@@ -10,7 +10,9 @@ from autopar import costs
 from autopar.costs import Charges
 from autopar.intraop.clusters import Cluster, find_clusters, is_elementwise
 from autopar.intraop.fold import Folded, fold, unfolded
+from autopar.intraop.restrict import Limits, limits_of
 from autopar.ir.graph import Graph
+from autopar.ir.restriction import Restriction
 from autopar.ir.rule import ShardingRule
 
 
@@ -18,7 +20,7 @@ from autopar.ir.rule import ShardingRule
 class Shape:
     """What of a program does not depend on the mesh: rules, fusion charges, clusters and their fold.
 
-    `carried` pairs input and output positions of one piece of state; `marks` tells graph inputs apart (role, pins).
+    `carried` pairs input and output positions of one piece of state; `limits` says which choices a restriction leaves.
     """
 
     graph: Graph
@@ -28,6 +30,7 @@ class Shape:
     clusters: tuple[Cluster, ...]
     folded: Folded
     donated: bool = True
+    limits: Limits | None = None
 
     @cached_property
     def cluster_of(self) -> dict[int, int]:
@@ -52,11 +55,16 @@ def shape_of(
     pinned: Mapping[int, Hashable] | None = None,
     folding: bool = True,
     donated: bool = True,
+    restriction: Restriction | None = None,
+    batch: Sequence[int] | None = None,
 ) -> Shape:
-    """Cluster and fold a graph. `pinned` marks graph inputs that must not be folded with others, by value."""
+    """Cluster and fold a graph. `pinned` marks graph inputs that must not be folded with others, by value; `batch` are the positions of
+    inputs that hold the batch, where they are known."""
     charges = costs.fusion_charges(graph, [is_elementwise(r) for r in rules])
     clusters = find_clusters(graph, rules, carried, frozenset(v for v, pin in (pinned or {}).items() if pin))
     tied = {i: o for i, o in carried}
-    marks: dict[int, Hashable] = {v: (n in tied, (pinned or {}).get(v)) for n, v in enumerate(graph.inputs)}
-    folded = fold(graph, clusters, charges, marks) if folding else unfolded(clusters)
-    return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated)
+    limits = limits_of(restriction, graph, rules, carried, batch)
+    known = limits.labels.dims if limits else ()
+    marks: dict[int, Hashable] = {v: (n in tied, (pinned or {}).get(v), known and known[v]) for n, v in enumerate(graph.inputs)}
+    folded = fold(graph, clusters, charges, marks, tags=limits.tag if limits else None) if folding else unfolded(clusters)
+    return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated, limits)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations, product
 from math import gcd
 
 from autopar.intraop.clusters import Cluster
+from autopar.intraop.restrict import Choices, Limits
 from autopar.intraop.strategies import enumerate_strategies
 from autopar.ir.graph import Aval, Graph, Op
 from autopar.ir.mesh import LogicalMesh
@@ -74,8 +75,27 @@ class Space:
         return tuple(frozenset(a for axes in cuts for a in axes) for cuts, _ in self.assignments)
 
 
-def build_space(graph: Graph, rules: Sequence[ShardingRule], cluster: Cluster, mesh: LogicalMesh) -> Space:
-    """All choices of a cluster on a mesh, the whole one first."""
+def build_space(
+    graph: Graph, rules: Sequence[ShardingRule], cluster: Cluster, mesh: LogicalMesh, limits: Limits | None = None
+) -> Space:
+    """The choices of a cluster on a mesh that `limits` leave; without any all of them, the whole one first."""
+    space = _all_choices(graph, rules, cluster, mesh)
+    return space if limits is None else _within(space, cluster, mesh, limits)
+
+
+def _within(space: Space, cluster: Cluster, mesh: LogicalMesh, limits: Limits) -> Space:
+    choices = Choices(
+        space.strategy,
+        lambda n, s: space.input(n)[s],
+        lambda j: tuple(sorted(space.classes[j].items())),
+    )
+    kept = limits.left(cluster.ops, cluster.inputs, len(space), choices, mesh)
+    if space.single:
+        return replace(space, single=tuple(space.single[s] for s in kept))
+    return replace(space, assignments=tuple(space.assignments[s] for s in kept), _cache={})
+
+
+def _all_choices(graph: Graph, rules: Sequence[ShardingRule], cluster: Cluster, mesh: LogicalMesh) -> Space:
     if len(cluster.ops) == 1 and not cluster.inputs:
         rule = rules[cluster.ops[0]]
         every = enumerate_strategies(rule, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,13 +65,15 @@ class StateGraph:
         kept = []
         for a in self.lean:
             through = d[src, a.tail][:, None] + a.seconds + d[a.head, dst][None, :]
-            if np.any(through <= best * (1 + 1e-9) + 1e-15):
+            if np.any(np.isfinite(through) & (through <= best * (1 + 1e-9) + 1e-15)):
                 kept.append(a)
         return tuple(kept)
 
 
-def state_graph(aval: Aval, mesh: LogicalMesh, kinds: tuple[Reduction, ...], price: Price) -> StateGraph:
-    """All shardings reachable for `aval`, partial values of these kinds among them."""
+def state_graph(
+    aval: Aval, mesh: LogicalMesh, kinds: tuple[Reduction, ...], price: Price, barred: Collection[tuple[str, str]] = ()
+) -> StateGraph:
+    """All shardings reachable for `aval`, partial values of these kinds among them. `barred` moves (kind, axis) are left out."""
     start = TensorSharding.replicated(aval.ndim)
     states: dict[TensorSharding, int] = {start: 0}
     arcs: list[Arc] = []
@@ -78,6 +81,8 @@ def state_graph(aval: Aval, mesh: LogicalMesh, kinds: tuple[Reduction, ...], pri
     while queue:
         here = queue.pop()
         for move, there in moves_from(here, aval, mesh, kinds):
+            if any((move.kind, a) in barred for a in move.axes):
+                continue
             if there not in states:
                 states[there] = len(states)
                 queue.append(there)

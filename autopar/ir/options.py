@@ -41,6 +41,15 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
     return value
 
 
+def zero_level(value: Any) -> int | str:
+    """`auto`, or a level of ZeRO."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) in range(4):
+        return int(value)
+    raise UsageError(f"zero must be 'auto', 0, 1, 2 or 3, not {value!r}.")
+
+
 def axis_names(value: Any) -> tuple[str, ...]:
     """At least one name, all different, none empty."""
     if isinstance(value, str) or not isinstance(value, Iterable):

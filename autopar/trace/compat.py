@@ -204,6 +204,13 @@ def call_name(equation: Any) -> str:
     return str(equation.params.get("name", ""))
 
 
+def is_as_written(equation: Any) -> bool:
+    """Whether a call runs a function as its author wrote it: derivatives and batched forms keep its name, not those of its arguments."""
+    inner = equation.params.get("jaxpr")
+    known = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
+    return known is not None and known.arg_names is not None and known.result_paths is not None
+
+
 def inner_jaxprs(equation: Any) -> tuple[Any, ...]:
     """The closed jaxprs among an equation's parameters: bodies of scan, while and cond. (How a scatter combines two numbers is none.)"""
     found = []

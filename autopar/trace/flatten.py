@@ -139,8 +139,8 @@ class Builder:
         return result
 
     def stays_closed(self, equation: Any) -> bool:
-        """Whether a user's rule stands for this call of a jitted function."""
-        if equation.primitive.name not in ("jit", "pjit"):
+        """Whether a user's rule stands for this call of a jitted function, and not for one that was made of it, as its derivative."""
+        if equation.primitive.name not in ("jit", "pjit") or not compat.is_as_written(equation):
             return False
         operands, results = [self.aval(v.aval) for v in equation.invars], [self.aval(v.aval) for v in equation.outvars]
         return has_user_rule(f"jit:{compat.call_name(equation)}", operands, results)

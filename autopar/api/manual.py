@@ -1,0 +1,98 @@
+"""`manual`: parallelism by name. The user says what each axis of the mesh is for, the integer programme does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from autopar.api.clusters import ClusterLike, resolve_cluster
+from autopar.api.plans import Plan, check_arguments, check_callable, options_or, plan_traced, static_options, timed_trace
+from autopar.compiler import Options
+from autopar.errors import UsageError
+from autopar.ir import options as checks
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.restriction import Restriction, Role
+
+ROLES: tuple[Role, ...] = ("data", "expert", "context", "tensor")
+"""Axes of the mesh from the outermost to the innermost: what communicates most often lies on the nearest devices."""
+MOST_AXES = 3
+
+
+def manual(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    cluster: ClusterLike = None,
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    context: int = 1,
+    zero: int = 0,
+    remat: str = "none",
+    sequence_parallel: bool = False,
+    microbatches: int = 1,
+    schedule: str = "auto",
+    interleave: int = 1,
+    accumulate: int = 1,
+    options: Options | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    target: str = "",
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Plan `function` at `args` with named parallelism: the numbers of devices along each axis, whose product is the cluster's.
+
+    `data` cuts the batch, `expert` the batch and in their layers the experts, `context` the sequence; devices along these three hold the
+    same state, but for what `zero` shares out: nothing (0), the optimiser's state (1), gradients too (2), parameters too (3).
+    `tensor` cuts anything but the batch at ops with parameters, and the sequence only between them, if `sequence_parallel`. Which
+    dimensions are the batch and the sequence is read off the arguments that are not state (`Labels`). Within all this the
+    programme chooses. `remat`, and the other `options`, are as in `plan`.
+
+    Raises `UsageError` for sizes that do not fit the cluster, and for `pipeline`, `microbatches`, `interleave` or `accumulate` above 1,
+    which are not supported yet; otherwise what `plan` raises.
+    """
+    sizes: dict[Role, int] = {"data": data, "expert": expert, "context": context, "tensor": tensor}
+    _refuse(pipeline=pipeline, microbatches=microbatches, interleave=interleave, accumulate=accumulate, schedule=schedule)
+    check_callable(function)
+    check_arguments(args, kwargs)
+    asked = replace(options_or(options), remat=remat, zero=checks.zero_level(zero))
+    priced, _, _ = resolve_cluster(cluster)
+    mesh, restriction = named_mesh(sizes, priced.num_devices, zero, sequence_parallel)
+    asked = static_options(function, asked)
+    traced, seconds = timed_trace(function, args, kwargs or {}, asked, mesh.by_name)
+    return plan_traced(traced, priced, (mesh,), asked, target, progress, seconds, restriction)
+
+
+def named_mesh(sizes: Mapping[Role, int], devices: int, zero: Any, sequence_parallel: Any) -> tuple[LogicalMesh, Restriction]:
+    """The mesh of these axes, those of size one left out, and what they are for. Raises `UsageError` where they make no sense."""
+    for role, n in sizes.items():
+        _check_size(role, n)
+    if prod(sizes.values()) != devices:
+        product = " x ".join(f"{role}={n}" for role, n in sizes.items() if n > 1) or "data=1"
+        raise UsageError(f"{product} makes {prod(sizes.values())} devices, and the cluster has {devices}. Their product must be {devices}.")
+    roles = [role for role in ROLES if sizes[role] > 1] or ["data"]
+    if len(roles) > MOST_AXES:
+        raise UsageError(f"at most {MOST_AXES} of {', '.join(ROLES)} may be above 1 together, not {len(roles)}.")
+    level = checks.zero_level(zero)
+    if isinstance(level, str):
+        raise UsageError("zero must be 0, 1, 2 or 3 where parallelism is given by name; `autopar.plan` chooses it.")
+    mesh = LogicalMesh(tuple(roles), tuple(sizes[role] for role in roles))
+    sequence = checks.flag("sequence_parallel", sequence_parallel)
+    return mesh, Restriction(level, tuple((role, role) for role in roles), sequence)
+
+
+def _check_size(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{name} must be a number of devices, 1 or more, not {value!r}.")
+
+
+def _refuse(**given: Any) -> None:
+    """Raise `UsageError` for what is not supported yet."""
+    schedule = given.pop("schedule")
+    for name, value in given.items():
+        if value != 1:
+            raise UsageError(f"{name}={value!r} is not supported yet: the whole model runs on all devices at once. Use {name}=1.")
+    if schedule != "auto":
+        raise UsageError(f"schedule={schedule!r} orders the microbatches of a pipeline, which is not supported yet. Leave it out.")
