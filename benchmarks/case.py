@@ -136,7 +136,8 @@ def forced(done: Compilation, mesh: LogicalMesh, seed: int) -> Any:
     graph, pricer = done.traced.graph, Pricer(done.cluster, mesh)
     sharding = random_plan(graph, done.rules, mesh, done.traced.roles.carried, pricer.move, seed)
     inputs, outputs = leaves(graph, sharding, roles_of(done.traced))
-    return replace(done.plan, sharding=sharding, inputs=inputs, outputs=outputs, collectives=collectives(graph, sharding, pricer))
+    own = collectives(graph, done.rules, sharding, pricer)
+    return replace(done.plan, sharding=sharding, inputs=inputs, outputs=outputs, collectives=own)
 
 
 def check_planning(seconds: float, meta: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.graph import Aval
+from autopar.ir.graph import Aval, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import Factor, ShardingRule
 from autopar.ir.sharding import Axes
@@ -26,9 +26,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Call:
-    """An op on one device: `params` are for local shapes, `whole_params` as traced. `wide`: partial sums are held in float32."""
+    """An op on one device: `params` are for local shapes, `whole_params` as traced. `wide`: partial sums are held in float32.
 
-    primitive: str
+    `equation` is JAX's own; `ids` names the collectives that the op itself contains, in order.
+    """
+
+    op: Op
+    equation: Any
     bind: Bind
     params: dict[str, Any]
     whole_params: dict[str, Any]
@@ -38,6 +42,11 @@ class Call:
     out_shapes: list[tuple[int, ...]]
     place: Place
     wide: bool
+    ids: tuple[str, ...] = ()
+
+    @property
+    def primitive(self) -> str:
+        return self.op.primitive
 
     def operand_axes(self, operand: int, d: int) -> Axes:
         """Mesh axes that cut dimension d of an operand."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec as P
 
 _RNG = np.random.default_rng(7)
 
@@ -303,5 +304,14 @@ def matrices() -> list[tuple[str, Callable, tuple]]:
     ]
 
 
-FAMILIES = (unary, binary, pointwise, products, convolutions, reductions, windows, shapes, lookups, randoms)
+def manual() -> list[tuple[str, Callable, tuple]]:
+    mesh, options = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y")), {"check_vma": False}
+    rows = lambda a, b: (lax.psum(a @ b, "x"), lax.all_gather(a, "x", axis=1, tiled=True) + lax.psum(lax.axis_index("y"), "y"))  # noqa: E731
+    part = lambda a: lax.psum_scatter(lax.psum_scatter(a * lax.axis_index("x"), "x", tiled=True), "y", tiled=True)  # noqa: E731
+    by_hand = jax.shard_map(rows, mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=(P(), P()), **options)
+    scattered = jax.shard_map(part, mesh=mesh, in_specs=P(None, "x"), out_specs=P(("x", "y")), **options)
+    return [("by hand", by_hand, (real(4, 6), real(6, 2))), ("scattered", scattered, (real(4, 6),))]
+
+
+FAMILIES = (unary, binary, pointwise, products, convolutions, reductions, windows, shapes, lookups, randoms, manual)
 SLOW = (special, more_convolutions, matrices)  # the compiler takes seconds over each

@@ -156,12 +156,32 @@ def test_a_bare_constraint_without_any_mesh_fails_as_in_jax():
         trace(constrained, (X,))
 
 
-def test_a_shard_map_of_the_users_own_is_refused_with_its_line():
-    def function(x):
-        return jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=Mesh(jax.devices(), ("data",)), in_specs=P("data"), out_specs=P())(x)
+def by_hand(body, outs):
+    return jax.shard_map(body, mesh=Mesh(jax.devices(), ("data",)), in_specs=P("data"), out_specs=outs, check_vma=False)
 
-    with pytest.raises(TraceError, match=r"`shard_map` at .*test_trace.py:\d+ is written for one mesh by hand"):
-        trace(function, (X,))
+
+def test_a_shard_map_of_the_users_own_is_one_op_with_its_specs():
+    traced = trace(lambda x: by_hand(lambda x: jax.lax.psum(x, "data"), P())(x) + 1, (X,))
+    assert [op.primitive for op in traced.graph.ops] == ["shard_map", "add"]
+    region = traced.graph.ops[0]
+    assert region.param("axis_sizes") == (("data", 8),)
+    assert region.param("in_dims") == ((("data",), ()),) and region.param("out_dims") == (((), ()),)
+    assert not any("Device" in str(value) for _, value in region.params)
+
+
+def test_a_shard_map_where_no_plan_can_take_its_part_is_refused_with_its_line():
+    def loud(x):
+        return jax.lax.scan(lambda c, _: (by_hand(looking, P("data"))(c), None), x, None, length=2)[0]
+
+    def looking(x):
+        jax.debug.print("{x}", x=x.sum())
+        return x
+
+    with pytest.raises(TraceError, match=r"`shard_map` at .*test_trace.py:\d+ stands inside a `scan` with effects at .*Take it out"):
+        trace(loud, (X,))
+    grouped = lambda x: jax.lax.psum(x, "data", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]])  # noqa: E731
+    with pytest.raises(TraceError, match=r"`psum` at .*test_trace.py:\d+, in the `shard_map` at .*test_trace.py:\d+, is not supported"):
+        trace(lambda x: by_hand(grouped, P("data"))(x), (X,))
 
 
 # --- device_put -----------------------------------------------------------------------------------------------------------------------
