@@ -216,7 +216,7 @@ class Pricer:
 
     def inside(self, op: Op, rule: ShardingRule, strategy: Strategy, operands: Sequence[Aval]) -> float:
         """Seconds of the collectives that one op itself contains."""
-        return sum(map(self.within, inside(op, rule, strategy, operands, self.mesh)))
+        return sum(map(self.within, inside(op, rule, strategy, operands, self.mesh, self.as_written)))
 
     def within(self, own: Inside) -> float:
         """Seconds of one collective of an op's own, as often as it runs."""

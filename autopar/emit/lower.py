@@ -15,6 +15,7 @@ from autopar.emit.lower_effects import acts_on_host, once
 from autopar.emit.lower_index import add_scattered, keep_operand_once, masked_lookup, shifted_scatter
 from autopar.emit.lower_manual import own_region, whole_region
 from autopar.emit.lower_random import bits_of_part
+from autopar.emit.lower_reduce import pair_by_blocks, prefix_by_blocks
 from autopar.emit.place import Bind, Call, Place
 from autopar.errors import CheckError
 from autopar.ir.dtypes import accumulation_dtype
@@ -107,6 +108,8 @@ METHODS: dict[str, Callable[[Call, Sequence[Any]], list[Any]]] = {
     "scatter": shifted_scatter,
     "bits": bits_of_part,
     "manual": own_region,
+    "prefix": prefix_by_blocks,
+    "arg_pair": pair_by_blocks,
 }
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.emit.collectives import apply_move, named
 from autopar.ir.graph import Aval, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import Factor, ShardingRule
-from autopar.ir.sharding import Axes
+from autopar.ir.sharding import Axes, Move
 from autopar.ir.strategy import Strategy, dim_axes
 
 Bind = Callable[[dict[str, Any], Sequence[Any]], Sequence[Any]]
@@ -47,6 +48,13 @@ class Call:
     @property
     def primitive(self) -> str:
         return self.op.primitive
+
+    def gather(self, n: int, x: Any, axes: Axes, dim: int) -> Any:
+        """All parts of a value along `dim`, by the op's n-th collective."""
+        return self._named(n, lambda: apply_move(Move("all_gather", axes, dim=dim), x, self.place.mesh.size(axes), self.place.index))
+
+    def _named(self, n: int, collective: Callable[[], Any]) -> Any:
+        return named(self.ids[n] if self.ids else "", collective)
 
     def operand_axes(self, operand: int, d: int) -> Axes:
         """Mesh axes that cut dimension d of an operand."""

@@ -48,7 +48,7 @@ def price_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, 
         kinds[_kind(op)] = kinds.get(_kind(op), 0.0) + op_seconds(graph, rules, plan, pricer, charges, i)
     compute = sum(kinds.values())
     copies = communication = 0.0
-    for i, own in numbered(graph, rules, plan).items():
+    for i, own in numbered(graph, rules, plan, pricer.as_written).items():
         for _, c in own:
             seconds = graph.times[i] * pricer.within(c)
             kinds[_kind(graph.ops[i])] -= seconds
@@ -105,7 +105,7 @@ def collectives(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan,
 
 def _own(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, pricer: Pricer) -> Iterator[Collective]:
     """The collectives that ops themselves contain."""
-    for i, own in numbered(graph, rules, plan).items():
+    for i, own in numbered(graph, rules, plan, pricer.as_written).items():
         op, times = graph.ops[i], graph.times[i]
         where = f"in {op.primitive}" + (f" in {op.scope}" if op.scope else "")
         for name, c in own:

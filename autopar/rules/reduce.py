@@ -42,7 +42,15 @@ for _name, _kind in _KINDS.items():
     register(f"reduce_{_name}")(partial(_reduction, kind=_kind))
 
 
-@register("reduce_prod", "reduce_xor", "argmax", "argmin")
+@register("argmax", "argmin")
+def arg_extreme(operands: Avals, results: Avals, *, axes: Sequence[int], **_: Any) -> ShardingRule:
+    """`(i a) -> (i)`: where `a` is cut, each block's extreme and its place are compared, method `arg_pair`."""
+    names = [f"i{d}" for d in range(operands[0].ndim)]
+    gone = [names[a] for a in axes]
+    return build([names], [[n for n in names if n not in gone]], operands, results, methods=dict.fromkeys(gone, "arg_pair"))
+
+
+@register("reduce_prod", "reduce_xor")
 def whole_reduction(operands: Avals, results: Avals, *, axes: Sequence[int], **_: Any) -> ShardingRule:
     """The reduced dimensions stay whole."""
     names = [f"i{d}" for d in range(operands[0].ndim)]
@@ -62,10 +70,10 @@ def variadic_reduce(operands: Avals, results: Avals, *, dimensions: Sequence[int
 
 
 def _cumulative(operands: Avals, results: Avals, *, axis: int, kind: Reduction | None, **_: Any) -> ShardingRule:
-    """`(i [a]) -> (i [a])`: the axis stays whole."""
+    """`(i a) -> (i a)`: cutting the axis is a scan of blocks, method `prefix`."""
     names = [f"i{d}" for d in range(operands[0].ndim)]
     passes = [Pass((0,), kind)] if kind and _fits(kind, results[0].dtype) else []
-    return build([names], [names], operands, results, methods=stays([names[axis]]), passes=passes)
+    return build([names], [names], operands, results, methods={names[axis]: "prefix"}, passes=passes)
 
 
 for _name in ("sum", "max", "min", "prod", "logsumexp"):

@@ -152,6 +152,8 @@ def more_convolutions() -> list[tuple[str, Callable, tuple]]:
 
 def reductions() -> list[tuple[str, Callable, tuple]]:
     x, i, p = real(4, 2, 6), whole(4, 2, 6), whole(4, 2, 6) > 1
+    ties = jnp.asarray([[1, 5], [5, 2], [3, 5], [5, 5], [0, 1], [0, 0], [2, 0], [5, 1]], jnp.int32)
+    odd = jnp.asarray([[1, -jnp.inf], [jnp.inf, -jnp.inf], [2, jnp.nan], [jnp.nan, 3]] * 2, jnp.float32)
     found: list[tuple[str, Callable, tuple]] = [
         (n, lambda a, n=n: getattr(jnp, n)(a, axis=(0, 2)), (x,)) for n in ("sum", "max", "min", "prod")
     ]
@@ -165,6 +167,10 @@ def reductions() -> list[tuple[str, Callable, tuple]]:
     found += [("nothing reduced", lambda a: lax.reduce_sum_p.bind(a, axes=(), out_sharding=None), (x,))]
     for n in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
         found.append((n, lambda a, n=n: getattr(lax, n)(a, axis=1), (x,)))
+        found.append((f"{n} from the end", lambda a, n=n: getattr(lax, n)(a, axis=0, reverse=True), (odd,)))
+    found += [(f"{n} of integers", lambda a, n=n: getattr(lax, n)(a, axis=0), (ties,)) for n in ("cumsum", "cumprod", "cummax", "cummin")]
+    found += [(f"{n} of what is odd", lambda a, n=n: getattr(jnp, n)(a, axis=0), (odd,)) for n in ("argmax", "argmin")]
+    found += [(f"{n} with ties", lambda a, n=n: getattr(jnp, n)(a, axis=0), (ties,)) for n in ("argmax", "argmin")]
     found += [
         ("softmax", jax.grad(lambda a: (jax.nn.softmax(a) ** 2).sum()), (real(4, 6),)),
         ("custom reduction", lambda a: lax.reduce(a, 0.0, lambda u, v: u * v + u + v, (1,)), (x,)),

@@ -1,4 +1,4 @@
-"""Run one op part by part, as devices would, and put its results together again. No devices are needed."""
+"""Run one op part by part, as devices would, and put its results together again. Only an op with collectives of its own needs devices."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from autopar.emit.collectives import axis_index
 from autopar.emit.lower import Place, lower
@@ -194,13 +195,16 @@ def _one_by_one(on: Callable, parts: Sequence[Any], mesh: LogicalMesh) -> list[A
 
 
 def _together(on: Callable, parts: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
-    """The results on each device where the op has collectives of its own: all devices are one batch, whose axes have names."""
-    run = lambda *mine: on(Place(mesh, axis_index), mine)  # noqa: E731
-    for name in reversed(mesh.names):
-        run = jax.vmap(run, axis_name=name)
-    stacked = [jnp.stack(pieces).reshape(mesh.sizes + pieces[0].shape) for pieces in zip(*parts, strict=True)]
-    results = jax.jit(run)(*stacked)
-    return [tuple(x.reshape((mesh.num_devices, *x.shape[len(mesh.sizes) :]))[d] for x in results) for d in range(mesh.num_devices)]
+    """The results on each device where the op has collectives of its own, which takes real devices."""
+    devices = Mesh(np.array(jax.devices()[: mesh.num_devices]).reshape(mesh.sizes), mesh.names)
+    each = PartitionSpec(mesh.names)
+
+    def run(*stacked: Any) -> tuple[Any, ...]:
+        return tuple(x[None] for x in on(Place(mesh, axis_index), [x[0] for x in stacked]))
+
+    stacked = [jnp.stack(pieces) for pieces in zip(*parts, strict=True)]
+    results = jax.jit(jax.shard_map(run, mesh=devices, in_specs=each, out_specs=each, check_vma=False))(*stacked)
+    return [tuple(x[d] for x in results) for d in range(mesh.num_devices)]
 
 
 def _bind(equation: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
