@@ -9,19 +9,38 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from autopar.emit.collectives import permute
 from autopar.ir.sharding import Axes
 
 Form = Callable[[Any], Any]
 
 
-def batched(primitive: str, params: Mapping[str, Any]) -> Form | None:
-    """What to run in the place of a collective, on its operand; None where JAX runs it as a batch by itself."""
-    make = _FORMS.get(primitive)
-    axes = params.get("axis_name")
-    axes = axes if isinstance(axes, tuple) else (axes,)
+def batched(primitive: str, params: Mapping[str, Any], names: Axes) -> Form | None:
+    """What to run in the place of a collective, on its operand; None where JAX runs it as a batch by itself.
+
+    `names` are the region's axes in the order of its mesh.
+    """
+    make, axes = _FORMS.get(primitive), _axes(params)
     if make is None or (len(axes) == 1 and primitive != "ppermute"):
         return None
-    return partial(make, axes=axes, params=params)
+    return partial(make, axes=_in_order(axes, names) if primitive == "ppermute" else axes, params=params)
+
+
+def on_mesh(primitive: str, params: Mapping[str, Any], names: Axes, sizes: Mapping[str, int]) -> Form | None:
+    """The same on the plan's own mesh, whose axes with `sizes` may stand in another order: permutations count in that of the mesh."""
+    axes = _in_order(_axes(params), names)
+    if primitive != "ppermute" or len(axes) == 1:
+        return None
+    return lambda x: permute(x, axes, params["perm"], sizes)
+
+
+def _axes(params: Mapping[str, Any]) -> Axes:
+    axes = params.get("axis_name")
+    return axes if isinstance(axes, tuple) else (axes,) if isinstance(axes, str) else ()
+
+
+def _in_order(axes: Axes, names: Axes) -> Axes:
+    return tuple(a for a in names if a in axes)
 
 
 def _stacked(x: Any, axes: Axes) -> Any:

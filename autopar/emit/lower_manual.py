@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from autopar.emit.batched import batched
+from autopar.emit.batched import batched, on_mesh
 from autopar.emit.place import Bind, Call
 from autopar.errors import AutoparError, UsageError
 from autopar.ir.graph import Op
@@ -24,7 +25,10 @@ Dims = Sequence[Axes]
 def own_region(call: Call, operands: Sequence[Any]) -> list[Any]:
     """The body on this device's part; axes that the mesh lacks are run as a batch."""
     kept = own_axes(call.op, call.strategy, call.place.mesh)
-    body = _named(call.equation, [a for a in call.op.param("axis_sizes") if a[0] not in kept])
+    lacking = [a for a in call.op.param("axis_sizes") if a[0] not in kept]
+    names = tuple(a for a, _ in call.op.param("axis_sizes"))
+    here = partial(on_mesh, names=names, sizes=call.place.mesh.by_name)
+    body = _named(call.equation, lacking, partial(batched, names=names) if lacking else here)
     with _scopes(call.ids):
         results = _told(call.op, body, operands)
     return [x[(0,) * (len(call.op.param("axis_sizes")) - len(kept))] for x in results]
@@ -43,18 +47,24 @@ def whole_region(equation: Any, op: Op) -> Bind:
     """The region on whole operands, as a function of parameters (which do not matter) and operands: each of its axes is a batch."""
     sizes, ins, outs = op.param("axis_sizes"), op.param("in_dims"), op.param("out_dims")
     names = [a for a, _ in sizes]
+    form, leading = partial(batched, names=tuple(names)), [[a for a in names if any(a in d for d in dims)] for dims in ins]
 
     def bind(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
         parts = [_split(x, dims, dict(sizes)) for x, dims in zip(operands, ins, strict=True)]
-        found = _told(op, _named(equation, sizes, [[a for a in names if any(a in d for d in dims)] for dims in ins]), parts)
+        found = _told(op, _named(equation, sizes, form, leading), parts)
         return [_joined(x, dims, names) for x, dims in zip(found, outs, strict=True)]
 
     return bind
 
 
-def _named(equation: Any, axes: Sequence[tuple[str, int]], leading: Sequence[Sequence[str]] | None = None) -> Callable[..., Any]:
-    """The body run as a batch along `axes`, which lead the results; operand n has the axes in `leading[n]` in front."""
-    body: Callable[..., Any] = compat.body_of(equation, batched if axes else None)
+def _named(
+    equation: Any, axes: Sequence[tuple[str, int]], form: Callable[..., Any], leading: Sequence[Sequence[str]] | None = None
+) -> Callable[..., Any]:
+    """The body run as a batch along `axes`, which lead the results; operand n has the axes in `leading[n]` in front.
+
+    `form` gives what runs in the place of some collectives.
+    """
+    body: Callable[..., Any] = compat.body_of(equation, form)
     for name, size in reversed(axes):
         along = [0 if leading is not None and name in mine else None for mine in leading or equation.invars]
         body = jax.vmap(body, in_axes=tuple(along), out_axes=0, axis_name=name, axis_size=size)

@@ -34,14 +34,15 @@ def _logsumexp(x: Any, axis: int) -> Any:
 _OPS: dict[str, tuple[Reduce, Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
     "cumsum": (_sum, lax.add, lambda dtype: jnp.zeros((), dtype)),
     "cumprod": (_prod, lax.mul, lambda dtype: jnp.ones((), dtype)),
-    "cummax": (lambda x, axis: jnp.max(x, axis, keepdims=True), lax.max, lambda dtype: _extreme(dtype, -1)),
-    "cummin": (lambda x, axis: jnp.min(x, axis, keepdims=True), lax.min, lambda dtype: _extreme(dtype, 1)),
+    "cummax": (lambda x, axis: jnp.max(x, axis, keepdims=True), lax.max, lambda dtype: extreme(dtype, -1)),
+    "cummin": (lambda x, axis: jnp.min(x, axis, keepdims=True), lax.min, lambda dtype: extreme(dtype, 1)),
     "cumlogsumexp": (_logsumexp, jnp.logaddexp, lambda dtype: jnp.asarray(-jnp.inf, dtype)),
 }
 """Per cumulative op: how totals of blocks combine, how a total combines with a block, and what changes nothing."""
 
 
-def _extreme(dtype: Any, sign: int) -> Any:
+def extreme(dtype: Any, sign: int) -> Any:
+    """The greatest number of a dtype, or with sign -1 the least one."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(sign * jnp.inf, dtype)
     if jnp.issubdtype(dtype, jnp.bool_):

@@ -49,11 +49,11 @@ def price_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, 
     compute = sum(kinds.values())
     copies = communication = 0.0
     for i, own in numbered(graph, rules, plan, pricer.as_written).items():
-        for _, c in own:
-            seconds = graph.times[i] * pricer.within(c)
+        for c in own:  # a border that two ops share is paid for by both: each choice stands by itself
+            seconds = graph.times[i] * pricer.within(c.inside)
             kinds[_kind(graph.ops[i])] -= seconds
             compute, communication = compute - seconds, communication + seconds
-            kinds[c.kind] = kinds.get(c.kind, 0.0) + seconds
+            kinds[c.inside.kind] = kinds.get(c.inside.kind, 0.0) + seconds
     for m in plan.moves:
         if m.value in graph.free:
             continue
@@ -108,7 +108,7 @@ def _own(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, pricer
     for i, own in numbered(graph, rules, plan, pricer.as_written).items():
         op, times = graph.ops[i], graph.times[i]
         where = f"in {op.primitive}" + (f" in {op.scope}" if op.scope else "")
-        for name, c in own:
+        for name, c in ((n.id, n.inside) for n in own if not n.shared):
             moved = {"bool": "uint8"}.get(c.dtype, c.dtype)
             size, seconds = plan.mesh.size(c.axes), times * pricer.within(c)
             purpose = f"{_VERBS[c.kind]} {where}"

@@ -11,12 +11,13 @@ from math import prod
 from typing import Any
 
 from autopar.ir.dtypes import itemsize
-from autopar.ir.graph import Aval, Graph, Op
+from autopar.ir.graph import ROOT, Aval, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import ShardingPlan
-from autopar.ir.rule import Factor, Method, ShardingRule
-from autopar.ir.sharding import Axes, TensorSharding
-from autopar.ir.strategy import Strategy, operand_sharding
+from autopar.ir.rule import Method, ShardingRule
+from autopar.ir.sharding import Axes
+from autopar.ir.strategy import Strategy, dim_axes, operand_sharding
+from autopar.rules.halo import RETURNING, filler, moved, reaches
 
 _KINDS = {
     "psum": "all_reduce",
@@ -31,13 +32,26 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """One collective of an op's own: `nbytes` is its operand's on one device, `times` how often it runs when the op runs once."""
+    """One collective of an op's own: `nbytes` is its operand's on one device, `times` how often it runs when the op runs once.
+
+    `border` says which part of an operand it moves, where another op that reads this operand may need the same.
+    """
 
     kind: str
     axes: Axes
     nbytes: int
     dtype: str
     times: int = 1
+    border: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A collective of an op's own with its id. `shared`: an earlier op has it too, and it runs there alone."""
+
+    id: str
+    inside: Inside
+    shared: bool = False
 
 
 def inside(
@@ -48,55 +62,72 @@ def inside(
         return ()
     if rule.manual:
         return tuple(_written(op.subgraphs, set(own_axes(op, strategy, mesh)), 1))
-    found: list[Inside] = []
-    for factor, axes in strategy.cuts:
-        count = _OF_METHOD.get(rule.method[factor])
-        if count is not None and axes:
-            found += count(op, axes, Part(operands[0], operand_sharding(rule, strategy, 0), factor_dim(rule, factor), mesh, as_written))
-    return tuple(found)
+    methods = {rule.method[f] for f, axes in strategy.cuts if axes}
+    return tuple(c for m in methods & _OF_METHOD.keys() for c in _OF_METHOD[m](_Cut(op, rule, strategy, operands, mesh, as_written)))
 
 
 @dataclass(frozen=True)
-class Part:
-    """One device's part of an op's first operand, of which dimension `dim` is cut by a method of its own."""
+class _Cut:
+    """An op cut by a method of its own."""
 
-    aval: Aval
-    sharding: TensorSharding
-    dim: int
+    op: Op
+    rule: ShardingRule
+    strategy: Strategy
+    operands: Sequence[Aval]
     mesh: LogicalMesh
     as_written: bool
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.sharding.local_shape(self.aval.shape, self.mesh)
+    def shape(self, k: int) -> list[int]:
+        """Local shape of operand k."""
+        return list(operand_sharding(self.rule, self.strategy, k).local_shape(self.operands[k].shape, self.mesh))
 
-    @property
-    def dtype(self) -> str:
-        """As it is held: wider, where it is a partial sum of narrow floats."""
-        return self.sharding.local_dtype(self.aval.dtype, self.as_written)
+    def dtype(self, k: int) -> str:
+        """Of operand k, as it is held: wider, where it is a partial sum of narrow floats."""
+        return operand_sharding(self.rule, self.strategy, k).local_dtype(self.operands[k].dtype, self.as_written)
 
-    def gathered(self, axes: Axes, dtype: str) -> Inside:
-        """A gather of one element along `dim`, and all that there is along the others."""
-        size = prod(n for d, n in enumerate(self.shape) if d != self.dim)
-        return Inside("all_gather", axes, size * itemsize(dtype), dtype)
-
-
-def factor_dim(rule: ShardingRule, factor: Factor) -> int:
-    """The dimension of the first operand that has a factor."""
-    return next(d for d, dim in enumerate(rule.operands[0]) if factor in dim)
+    def gathered(self, method: Method, dtype: str) -> Inside:
+        """A gather of one element along the dimension that is cut by `method`, and of all that there is along the others."""
+        (dim,) = (d for d, dim in enumerate(self.rule.operands[0]) if any(self.rule.method[f] == method for f in dim))
+        size = prod(n for d, n in enumerate(self.shape(0)) if d != dim)
+        return Inside("all_gather", dim_axes(self.rule.operands[0][dim], self.strategy), size * itemsize(dtype), dtype)
 
 
-def _prefix(op: Op, axes: Axes, part: Part) -> list[Inside]:
+def _prefix(cut: _Cut) -> list[Inside]:
     """The totals of all blocks."""
-    return [part.gathered(axes, part.dtype)]
+    return [cut.gathered("prefix", cut.dtype(0))]
 
 
-def _arg_pair(op: Op, axes: Axes, part: Part) -> list[Inside]:
+def _arg_pair(cut: _Cut) -> list[Inside]:
     """The extremes of all blocks, and their places."""
-    return [part.gathered(axes, part.dtype), part.gathered(axes, str(op.param("index_dtype")))]
+    return [cut.gathered("arg_pair", cut.dtype(0)), cut.gathered("arg_pair", str(cut.op.param("index_dtype")))]
 
 
-_OF_METHOD: dict[Method, Callable[[Op, Axes, Part], list[Inside]]] = {"prefix": _prefix, "arg_pair": _arg_pair}
+def _halo(cut: _Cut) -> list[Inside]:
+    """The borders of neighbours, dimension by dimension, first from the left; then, for some ops, what goes back to them."""
+    found, k = [], moved(cut.op)
+    shape, dtype = cut.shape(k), cut.dtype(k)
+    before: tuple[Any, ...] = ()
+    for r in reaches(cut.op, cut.rule, cut.strategy, cut.mesh):
+        rest = prod(n for d, n in enumerate(shape) if d != r.dim) * itemsize(dtype)
+        for side, elements in (("left", r.left), ("right", r.right)):
+            for hop, n in enumerate(r.hops(elements)):
+                found.append(Inside("permute", r.axes, n * rest, dtype, border=(*before, r.dim, side, hop, n)))
+        shape[r.dim] += r.left + r.right
+        if r.left or r.right:  # what fills the ends of this dimension is in the corners of the next one
+            before = (*before, (r.dim, r.left, r.right, filler(cut.op)))
+    return found + (_back(cut, shape) if cut.op.primitive in RETURNING else [])
+
+
+def _back(cut: _Cut, shape: list[int]) -> list[Inside]:
+    found, dtype = [], cut.dtype(0)
+    for r in reversed(reaches(cut.op, cut.rule, cut.strategy, cut.mesh)):
+        rest = prod(n for d, n in enumerate(shape) if d != r.dim) * itemsize(dtype)
+        found += [Inside("permute", r.axes, n * rest, dtype) for side in (r.left, r.right) for n in r.hops(side)]
+        shape[r.dim] = r.block
+    return found
+
+
+_OF_METHOD: dict[Method, Callable[[_Cut], list[Inside]]] = {"prefix": _prefix, "arg_pair": _arg_pair, "halo": _halo}
 
 
 def own_axes(op: Op, strategy: Strategy, mesh: LogicalMesh) -> Axes:
@@ -110,16 +141,36 @@ def own_axes(op: Op, strategy: Strategy, mesh: LogicalMesh) -> Axes:
 
 def numbered(
     graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, as_written: bool = False
-) -> Mapping[int, tuple[tuple[str, Inside], ...]]:
-    """Op -> its own collectives with their ids, which follow those of the plan's moves."""
-    found: dict[int, tuple[tuple[str, Inside], ...]] = {}
+) -> Mapping[int, tuple[Named, ...]]:
+    """Op -> its own collectives with their ids, which follow those of the plan's moves.
+
+    What two ops would bring of one form of a value is brought once: a compiler sees that it is the same.
+    """
+    found: dict[int, tuple[Named, ...]] = {}
     count = sum(bool(m.id) for m in plan.moves)
+    borders: dict[Any, tuple[str, int]] = {}
     for i, (op, strategy) in enumerate(zip(graph.ops, plan.strategies, strict=True)):
         mine = inside(op, rules[i], strategy, [graph.aval(o) for o in op.operands], plan.mesh, as_written) if strategy.cuts else ()
-        if mine:
-            found[i] = tuple((f"c{count + n}", c) for n, c in enumerate(mine))
-            count += len(mine)
+        names = []
+        for c in mine:
+            key = _border_key(graph, rules, plan, i, c)
+            name, region = borders.get(key, ("", ROOT))
+            shared = bool(name) and region in (ROOT, *graph.path(op.region))
+            names.append(Named(name if shared else f"c{count}", c, shared))
+            count += not shared
+            if key is not None and not shared:
+                borders[key] = names[-1].id, op.region
+        if names:
+            found[i] = tuple(names)
     return found
+
+
+def _border_key(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, i: int, c: Inside) -> Any:
+    """Equal for collectives that bring the same."""
+    if not c.border:
+        return None
+    k = moved(graph.ops[i])
+    return graph.ops[i].operands[k], operand_sharding(rules[i], plan.strategies[i], k), plan.generation(i, k), c
 
 
 def _written(graphs: Sequence[Graph], axes: set[str], times: int) -> Iterator[Inside]:

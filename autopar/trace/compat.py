@@ -330,14 +330,12 @@ def _spec_dims(spec: Any, aval: Any) -> tuple[tuple[str, ...], ...]:
     return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 
 
-def body_of(equation: Any, form: Callable[[str, Mapping[str, Any]], Callable[..., Any] | None] | None = None) -> Callable[..., list[Any]]:
+def body_of(equation: Any, form: Callable[[str, Mapping[str, Any]], Callable[..., Any] | None]) -> Callable[..., list[Any]]:
     """The body of a `shard_map` as a function of one device's operands, to be run where its axes have names.
 
     `form` gives functions to run in the place of some of its primitives, by name and parameters.
     """
-    jaxpr = equation.params["jaxpr"]
-    if form is not None:
-        jaxpr = _Rewriter(form=form, sizes=per_device(equation)[0]).jaxpr(jaxpr)
+    jaxpr = _Rewriter(form=form, sizes=per_device(equation)[0]).jaxpr(equation.params["jaxpr"])
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
 
 

@@ -131,4 +131,14 @@ def by_pairs():
     return lambda x: next_only(x) - x, (weights(3, 8),)
 
 
-STEPS = {f.__name__: f for f in (column_row, every_collective, one_axis, in_a_loop, unnamed_axis, keys, chosen, by_pairs)}
+def around_both():
+    """A ring over both axes."""
+
+    @region(ins=P(("x", "y")), outs=P(("x", "y")))
+    def turned(x):
+        return lax.ppermute(x, ("x", "y"), [(i, (i + 1) % 8) for i in range(8)])
+
+    return lambda x: turned(jnp.sin(x)) - x, (weights(16, 3),)
+
+
+STEPS = {f.__name__: f for f in (column_row, every_collective, one_axis, in_a_loop, unnamed_axis, keys, chosen, by_pairs, around_both)}

@@ -15,6 +15,7 @@ from manual_steps import STEPS
 
 import autopar
 from autopar.errors import UsageError
+from autopar.ir.mesh import LogicalMesh
 from benchmarks import forced
 from benchmarks.programs import Program, program
 
@@ -40,6 +41,17 @@ def test_random_plans_run_a_region_as_planned_on_its_own_axes_too(name):
         row = forced.row(made(name), (2, 4), "random", seed, seen)
         assert row.status == "agree", forced.table([row])
     assert any(primitive == "shard_map" and method == "manual" for primitive, method, _ in seen)
+
+
+@pytest.mark.parametrize("name", ["around_both", "every_collective"])
+def test_the_order_of_the_meshs_axes_does_not_matter(name):
+    subject, mesh = made(name), LogicalMesh(("y", "x"), (4, 2))
+    with subject.mode:
+        plans = [forced.plan_for(subject, mesh, "random", seed) for seed in range(3)]
+        assert any(s.axes("x") == ("x",) for plan, _ in plans for s in plan.strategies)
+        for plan, pricer in plans:
+            (error, worst), found = forced.check(subject, plan, pricer)
+            assert error <= subject.bar and found.agree, f"{worst} {found}"
 
 
 def test_a_region_that_pays_runs_on_its_own_axes_with_its_collectives_in_the_plan():

@@ -46,8 +46,28 @@ def extremes() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return step, (normal(0, 12, 24), normal(1, 8, 12), np.random.default_rng(2).integers(0, 5, (24, 8)))
 
 
-STEPS = {f.__name__: f for f in (running_totals, extremes)}
-METHODS = {"running_totals": "prefix", "extremes": "arg_pair"}
+def images() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """One picture: overlapping windows, strides, a transposed convolution, an overlapping pool, and all gradients."""
+
+    def conv(x: jax.Array, w: jax.Array, stride: int = 1, **more: Any) -> jax.Array:
+        return lax.conv_general_dilated(x, w, (stride, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **more)
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        y = jnp.tanh(conv(x, p["a"]))
+        y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 3, 2, 1), (1, 1, 1, 1), "SAME")
+        y = jnp.sin(conv(y, p["b"], 2, rhs_dilation=(2, 1)))
+        y = lax.conv_transpose(y, p["c"], (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.mean(y**2) + jnp.sum(lax.reduce_window(y, 0.0, lax.add, (1, 5, 1, 1), (1, 1, 1, 1), "SAME") ** 3)
+
+    def step(p: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(p, x)
+        return jax.tree.map(lambda a, g: a - 0.01 * g, p, grads), value
+
+    return step, ({"a": normal(0, 3, 3, 2, 3), "b": normal(1, 3, 1, 3, 3), "c": normal(2, 4, 2, 3, 2)}, normal(3, 1, 24, 6, 2))
+
+
+STEPS = {f.__name__: f for f in (running_totals, extremes, images)}
+METHODS = {"running_totals": "prefix", "extremes": "arg_pair", "images": "halo"}
 
 
 @cache
@@ -56,7 +76,7 @@ def made(name: str) -> Program:
         return program(name, *STEPS[name]())
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (3,)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 4), pytest.param((3,), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_random_plans_cut_by_the_method_and_run_as_planned(name, sizes):
     seen = Counter()
@@ -82,3 +102,15 @@ def test_the_best_of_many_words_is_found_without_gathering_them():
     w, x = normal(0, 64, 1 << 14).astype(np.float32), normal(1, 1, 64).astype(np.float32)
     found = collectives(lambda x, w: jnp.argmax(x @ w, -1), x, w)
     assert found == [("all_gather", 4, "gather in argmax")] * 2
+
+
+def test_one_large_picture_is_cut_along_space_with_borders_of_the_neighbours():
+    x, w = normal(0, 1, 1024, 256, 4).astype(np.float32), normal(1, 3, 3, 4, 4).astype(np.float32)
+
+    def layers(x, w):
+        for _ in range(2):
+            x = jnp.tanh(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+        return x
+
+    rows = ("permute", 256 * 4 * 4, "shift in conv_general_dilated")
+    assert collectives(layers, x, w) == [rows] * 4

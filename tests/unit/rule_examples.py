@@ -186,6 +186,10 @@ def _pool(x: Any, init: Any, op: Callable, padding: str = "VALID") -> jax.Array:
     return lax.reduce_window(x, init, op, (1, 2, 2, 1), (1, 2, 2, 1), padding)
 
 
+def _overlapping(x: Any, init: Any, op: Callable) -> jax.Array:
+    return lax.reduce_window(x, init, op, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+
 def windows() -> list[tuple[str, Callable, tuple]]:
     x = real(4, 4, 4, 2)
     return [
@@ -193,6 +197,10 @@ def windows() -> list[tuple[str, Callable, tuple]]:
         ("min pool", lambda a: _pool(a, jnp.inf, lax.min), (x,)),
         ("mean pool", jax.grad(lambda a: (_pool(a, 0.0, lax.add, "SAME") ** 2).sum()), (real(4, 3, 5, 2),)),
         ("custom pool", lambda a: _pool(a, 0.0, lambda u, v: u * v + u + v), (x,)),
+        ("overlapping max pool", jax.grad(lambda a: (_overlapping(a, -jnp.inf, lax.max) ** 2).sum()), (real(2, 8, 8, 2),)),
+        ("overlapping mean pool", jax.grad(lambda a: (_overlapping(a, 0.0, lax.add) ** 2).sum()), (real(2, 8, 8, 2),)),
+        ("wide windows", lambda a: lax.reduce_window(a, jnp.inf, lax.min, (1, 5), (1, 1), "SAME", None, (1, 2)), (whole(4, 8) * 1.0,)),
+        ("max of integers", lambda a: lax.reduce_window(a, jnp.int32(-(2**31)), lax.max, (3, 1), (1, 1), ((2, 0), (0, 0))), (whole(8, 2),)),
         ("max pool tangents", lambda a: jax.jvp(lambda v: _pool(v, -jnp.inf, lax.max), (a,), (a,)), (x,)),
     ]
 
