@@ -10,7 +10,7 @@ _HOST = "it runs on the host once, with whole operands"
 _GENERATOR = "its state spans all that it generates"
 
 OPAQUE: dict[str, str] = (
-    dict.fromkeys(("scan", "while", "cond", "custom_linear_solve"), _CONTROL)
+    dict.fromkeys(("scan", "while", "cond"), _CONTROL)
     | dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "call", "remat2", "checkpoint", "composite"), _CALL)
     | dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call", "eval_jaxpr"), _CALL)
     | dict.fromkeys(("custom_partitioning",), _REGION)

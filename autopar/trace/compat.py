@@ -228,12 +228,27 @@ def _on_no_mesh(aval: Any) -> Any:
 
 
 def opened(equation: Any) -> Any | None:
-    """The inner jaxpr of a call that tracing opens (jit, custom_jvp, custom_vjp, checkpoint), closed; else None."""
+    """The inner jaxpr of a call that tracing opens (jit, custom_jvp, custom_vjp, checkpoint, linear solves), closed; else None."""
+    if equation.primitive.name == "custom_linear_solve":
+        return _solve(equation)
     key = _OPENED.get(equation.primitive.name)
     if key is None or key not in equation.params:
         return None
     inner = equation.params[key]
     return inner if hasattr(inner, "jaxpr") else jex.ClosedJaxpr(inner, ())
+
+
+def _solve(equation: Any) -> Any:
+    """The solve itself of a `custom_linear_solve`, as a function of all its operands: the others are for derivatives, which are taken."""
+    lengths, jaxprs, operands = equation.params["const_lengths"], equation.params["jaxprs"], equation.invars
+    first = lengths.matvec + lengths.vecmat
+    last = first + lengths.solve
+    given = [*range(first, last), *range(last + lengths.transpose_solve, len(operands))]
+
+    def function(*values: Any) -> list[Any]:
+        return list(jex.jaxpr_as_fun(jaxprs.solve)(*(values[k] for k in given)))
+
+    return make_jaxpr(function, [abstract_aval(v.aval) for v in operands])
 
 
 def run_again(equation: Any) -> tuple[int, ...]:

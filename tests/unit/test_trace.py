@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from autopar.compiler import fingerprint_of
 from autopar.errors import TraceError
+from autopar.rules import rule_for
 from autopar.trace.trace import trace
 
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -232,3 +233,15 @@ def test_a_device_put_in_a_loop_that_stays_closed_is_dropped_and_noted():
 def test_the_gradient_of_a_device_put_keeps_no_device():
     traced = trace(jax.grad(lambda x: jnp.sum(jnp.sin(jax.device_put(x, on("data"))))), (X,))
     assert "device_put" not in primitives(traced)
+
+
+def test_a_linear_solve_is_its_solve_alone_which_is_cut_along_its_batch():
+    def step(a, b):
+        return jax.grad(lambda b: jnp.linalg.solve(a, b).sum())(b) + jax.scipy.sparse.linalg.cg(lambda x: 2 * x, b[0], maxiter=3)[0]
+
+    graph = trace(step, (jnp.ones((8, 4, 4)), jnp.ones((8, 4, 1)))).graph
+    found = [op.primitive for op in graph.ops]
+    assert "custom_linear_solve" not in found
+    assert found.count("lu") == 1 and found.count("triangular_solve") == 2 and "while" in {r.kind for r in graph.regions}
+    solve = next(op for op in graph.ops if op.primitive == "triangular_solve")
+    assert rule_for(solve, graph.aval).factors == ("b0",)
