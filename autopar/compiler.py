@@ -243,7 +243,7 @@ def summarise(c: Compilation) -> Compilation:
         chosen.plan,
         inputs,
         outputs,
-        collectives(graph, chosen.plan, chosen.pricer),
+        collectives(graph, c.rules, chosen.plan, chosen.pricer),
         whole_ops(graph, c.rules, chosen.plan, chosen.pricer, c.shape.charges, [rule_table.has_rule(op) for op in graph.ops]),
         predict(c),
         chosen.solve,

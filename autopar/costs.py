@@ -14,6 +14,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import Move, TensorSharding
 from autopar.ir.strategy import Strategy, operand_sharding, result_sharding
+from autopar.rules.inside import Inside, inside
 from cost_models import Shape
 
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
@@ -37,7 +38,7 @@ def flops(op: Op, operands: Sequence[Aval], results: Sequence[Aval]) -> float:
     """Floating-point operations of an op on whole arrays; 2 per multiply-add, bodies of loops times their length."""
     if op.subgraphs:
         inner = sum(graph_flops(g) for g in op.subgraphs)
-        return inner * (op.param("length") or 1)
+        return inner * (op.param("length") or op.param("parts") or 1)
     if op.primitive == "dot_general":
         (contract, _), _ = op.param("dimension_numbers")
         return 2.0 * results[0].size * prod(operands[0].shape[d] for d in contract)
@@ -50,6 +51,11 @@ def flops(op: Op, operands: Sequence[Aval], results: Sequence[Aval]) -> float:
         return n * max(1.0, log2(max(2, operands[0].shape[op.param("dimension", -1)])))
     weight = 8.0 if op.primitive in _TRANSCENDENTAL else 1.0
     return weight * max((a.size for a in (*operands, *results)), default=0)
+
+
+def is_matmul(op: Op) -> bool:
+    """Whether an op multiplies matrices, itself or in the body that it keeps closed."""
+    return op.primitive in MATMULS or any(is_matmul(inner) for graph in op.subgraphs for inner in graph.ops)
 
 
 def _kernel_size(op: Op, kernel: Aval) -> int:
@@ -226,9 +232,29 @@ class Pricer:
         reads: Sequence[int],
         writes: Sequence[int],
     ) -> float:
-        """Seconds of one op on its local shapes, reading and writing the charged operands and results."""
+        """Seconds of one op on its local shapes, reading and writing the charged operands and results, its own collectives included."""
         if op.primitive in _PASSED_ON:
             return 0.0
+        return self._work(op, rule, strategy, operands, results, reads, writes) + self.inside(op, rule, strategy, operands)
+
+    def inside(self, op: Op, rule: ShardingRule, strategy: Strategy, operands: Sequence[Aval]) -> float:
+        """Seconds of the collectives that one op itself contains."""
+        return sum(map(self.within, inside(op, rule, strategy, operands, self.mesh, self.as_written)))
+
+    def within(self, own: Inside) -> float:
+        """Seconds of one collective of an op's own, as often as it runs."""
+        return own.times * float(self.cluster.collective_seconds(own.kind, own.nbytes, self.mesh.groups(own.axes)))
+
+    def _work(
+        self,
+        op: Op,
+        rule: ShardingRule,
+        strategy: Strategy,
+        operands: Sequence[Aval],
+        results: Sequence[Aval],
+        reads: Sequence[int],
+        writes: Sequence[int],
+    ) -> float:
         divisor = self.mesh.size(a for _, axes in strategy.cuts for a in axes)
         touched = _TOUCHED.get(op.primitive, ())
         nbytes = sum(
@@ -244,7 +270,7 @@ class Pricer:
             nbytes = 2 * operand_sharding(rule, strategy, 0).local_bytes(operands[0], self.mesh, self.as_written)
         dtype = operands[0].dtype if operands else results[0].dtype if results else "float32"
         work = flops(op, operands, results) / divisor
-        if op.primitive not in MATMULS:
+        if not is_matmul(op):
             return self.cluster.compute_seconds(work, nbytes, dtype, False)
         return self.cluster.compute_seconds(work, nbytes, dtype, True, self._shape(op, rule, strategy, operands, results))
 

@@ -141,7 +141,7 @@ def check(program: Program, plan: ShardingPlan, pricer: Pricer) -> tuple[tuple[f
         leaves = fed_back(program.traced, leaves, outputs)
     platform = run.mesh.devices.flat[0].platform
     compiled = read_collectives(run.compiled.as_text())
-    return worst, compare_collectives(collectives(graph, plan, pricer), compiled, platform, plan.mesh)
+    return worst, compare_collectives(collectives(graph, program.rules, plan, pricer), compiled, platform, plan.mesh)
 
 
 def row(program: Program, sizes: Sequence[int], kind: str, seed: int, seen: coverage.Ran) -> Row:
@@ -153,7 +153,7 @@ def row(program: Program, sizes: Sequence[int], kind: str, seed: int, seen: cove
         with program.mode:
             plan, pricer = plan_for(program, mesh, kind, seed)
             share, passes = cut_share(graph, plan), sum(bool(s.passes) for s in plan.strategies)
-            planned = sum(m.move.communicates for m in plan.moves)
+            planned = len(collectives(graph, program.rules, plan, pricer))
             worst, found = check(program, plan, pricer)
         seen.update(coverage.ran(graph, program.rules, plan))
         status = "numbers" if not worst[0] <= program.bar else "agree" if found.agree else "collectives"

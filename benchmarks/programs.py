@@ -23,6 +23,7 @@ from autopar.intraop.shape import shape_of
 from autopar.ir.graph import Graph
 from autopar.ir.rule import ShardingRule
 from autopar.runtime.program import in_microbatches
+from autopar.runtime.verify import alone
 from autopar.trace.arguments import split
 from autopar.trace.trace import Traced, trace
 
@@ -180,7 +181,7 @@ def fed_back(traced: Traced, leaves: Leaves, outputs: Leaves) -> list[Any]:
 def _steps(traced: Traced, run: Callable[..., list[Any]], leaves: Leaves, count: int) -> tuple[Leaves, ...]:
     found: list[Leaves] = []
     for _ in range(count):
-        found.append(run(*leaves))
+        found.append([alone(x) for x in run(*leaves)])
         leaves = fed_back(traced, leaves, found[-1])
     return tuple(found)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from autopar.ir.sharding import Axes, Move, Reduction
@@ -37,6 +38,19 @@ def apply_move(move: Move, x: Any, size: int, index: Index) -> Any:
             if move.reduction != "sum":
                 return x
             return jnp.where(index(move.axes) == 0, x, jnp.zeros_like(x))
+
+
+def permute(x: Any, axes: Axes, pairs: Sequence[tuple[int, int]], sizes: Mapping[str, int]) -> Any:
+    """What the source of this device has, zero where it has none. `pairs` count devices along `axes`, major to minor, in any order;
+    JAX counts them in the order of the mesh, which is that of `sizes`.
+    """
+    order, shape = [a for a in sizes if a in axes], [sizes[a] for a in axes]
+
+    def counted(device: int) -> int:
+        place = dict(zip(axes, np.unravel_index(device, shape), strict=True))
+        return int(np.ravel_multi_index([place[a] for a in order], [sizes[a] for a in order]))
+
+    return lax.ppermute(x, tuple(order) if len(order) > 1 else order[0], [(counted(a), counted(b)) for a, b in pairs])
 
 
 def _as_numbers(exchange: Callable[[Any], Any], x: Any) -> Any:

@@ -165,7 +165,7 @@ def _differences(
     ids = tuple(c.id for c in wanted)
     compared = [
         ("kind", {c.kind for c in wanted}, {c.kind for c in found}),
-        ("group", {_planned_group(c, mesh) for c in wanted}, {_compiled_group(c, mesh) for c in found}),
+        ("group", {_planned_group(c, mesh) for c in wanted}, {_compiled_group(c, wanted, mesh) for c in found}),
         ("bytes", {str(nbytes)}, {str(sum(c.nbytes * c.times for c in found))}),
     ]
     return [Difference(ids, what, " and ".join(sorted(a)), " and ".join(sorted(b))) for what, a, b in compared if a != b]
@@ -178,8 +178,15 @@ def _planned_group(wanted: Collective, mesh: LogicalMesh | None) -> str:
     return _written(_axis_groups(wanted.axes, mesh))
 
 
-def _compiled_group(found: CompiledCollective, mesh: LogicalMesh | None) -> str:
-    return f"{found.group_size} devices" if mesh is None else _written(found.groups)
+def _compiled_group(found: CompiledCollective, wanted: Sequence[Collective], mesh: LogicalMesh | None) -> str:
+    """As for planned ones; a permutation need not connect all of the devices along its axes."""
+    if mesh is None:
+        return f"{found.group_size} devices"
+    for c in wanted if found.kind == "permute" else ():
+        along = list(map(set, _axis_groups(c.axes, mesh)))
+        if c.kind == "permute" and all(any(group.issuperset(g) for group in along) for g in found.groups):
+            return _planned_group(c, mesh)
+    return _written(found.groups)
 
 
 def _axis_groups(axes: Sequence[str], mesh: LogicalMesh) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,8 +13,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar.emit.localise import localise
 from autopar.emit.lower_effects import acts_on_host, once
+from autopar.emit.lower_halo import windows_by_blocks
 from autopar.emit.lower_index import add_scattered, keep_operand_once, masked_lookup, shifted_scatter
+from autopar.emit.lower_manual import own_region, whole_region
 from autopar.emit.lower_random import bits_of_part
+from autopar.emit.lower_reduce import pair_by_blocks, prefix_by_blocks
 from autopar.emit.place import Bind, Call, Place
 from autopar.errors import CheckError
 from autopar.ir.dtypes import accumulation_dtype
@@ -42,12 +46,17 @@ def lower(
     place: Place,
     *,
     as_written: bool = False,
+    equation: Any = None,
+    ids: tuple[str, ...] = (),
+    received: dict[str, Any] | None = None,
 ) -> tuple[Any, ...]:
     """The local results of `op` under `strategy`, from local operands in the shardings that the strategy needs.
 
-    `params` are JAX's own. Narrow floats that are partial sums arrive and leave in float32, and what makes them is computed
-    in float32, unless `as_written`. Raises `CheckError` where a local operand or result is not what rule and strategy say.
+    `params` are JAX's own, as is `equation`; `ids` names the collectives that the op itself contains, `received` what collectives of
+    ops have brought already. Narrow floats that are partial sums arrive and leave in float32, and what makes them is computed in
+    float32, unless `as_written`. Raises `CheckError` where a local operand or result is not what rule and strategy say.
     """
+    bind = whole_region(equation, op) if op.primitive == "shard_map" else bind
     operands = [_typed(o, a, x) for o, a, x in zip(op.operands, avals_in, operands, strict=True)]
     wants = [operand_sharding(rule, strategy, n) for n in range(len(avals_in))]
     gives = [result_sharding(rule, strategy, n) for n in range(len(avals_out))]
@@ -64,7 +73,8 @@ def lower(
         params, operands = _widened(op.primitive, params, operands, place.platform) if wide else (params, operands)
         shapes = [tuple(jnp.shape(x)) for x in operands], [shape for shape, _ in expected]
         local = localise(op.primitive, params, rule, strategy, place.mesh, *shapes)
-        call = Call(op.primitive, bind, local, params, rule, strategy, tuple(avals_in), shapes[1], place, wide)
+        call = Call(op, equation, bind, local, params, rule, strategy, tuple(avals_in), shapes[1], place, wide)
+        call = replace(call, ids=ids, received={} if received is None else received)
         results = METHODS[_method(op, rule, strategy)](call, operands)
     if wide:
         results = [x if x.dtype == dtype else x.astype(dtype) for x, (_, dtype) in zip(results, expected, strict=True)]
@@ -101,6 +111,10 @@ METHODS: dict[str, Callable[[Call, Sequence[Any]], list[Any]]] = {
     "masked_sum": masked_lookup,
     "scatter": shifted_scatter,
     "bits": bits_of_part,
+    "manual": own_region,
+    "halo": windows_by_blocks,
+    "prefix": prefix_by_blocks,
+    "arg_pair": pair_by_blocks,
 }
 
 

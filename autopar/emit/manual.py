@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from autopar.ir.plan import PlannedMove, ShardingPlan
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import operand_sharding, result_sharding
+from autopar.rules.inside import Named, numbered
 from autopar.trace import compat
 
 _Form = tuple[int, TensorSharding, int]
@@ -46,6 +48,11 @@ class Emission:
     rules: Sequence[ShardingRule]
     plan: ShardingPlan
     as_written: bool = False
+
+    @cached_property
+    def inside(self) -> Mapping[int, tuple[Named, ...]]:
+        """The collectives that ops themselves contain, by op."""
+        return numbered(self.graph, self.rules, self.plan)
 
 
 def per_device(emission: Emission, platform: str) -> Callable[..., tuple[Any, ...]]:
@@ -81,6 +88,7 @@ class _Device:
     zero: Any
     forms: dict[_Form, Any] = field(default_factory=dict)
     made: dict[int, Any] = field(default_factory=dict)
+    received: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plan = self.emission.plan
@@ -114,13 +122,16 @@ class _Device:
                 operands,
                 self.place,
                 as_written=e.as_written,
+                equation=equation.equation,
+                ids=tuple(c.id for c in e.inside.get(i, ())),
+                received=self.received,
             )
         for k, (r, x) in enumerate(zip(op.results, results, strict=True)):
             self.forms[r, result_sharding(rule, strategy, k), 0] = self.made[r] = x
 
     def inner(self) -> _Device:
         """A run inside a loop or branch, which begins with all that is there."""
-        return _Device(self.emission, self.platform, self.zero, dict(self.forms), dict(self.made))
+        return _Device(self.emission, self.platform, self.zero, dict(self.forms), dict(self.made), dict(self.received))
 
     def give(self, i: int, x: Any) -> None:
         """The result of an op that enters or leaves a region."""

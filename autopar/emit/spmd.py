@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.emit.gate import gate
+from autopar.emit.lower_manual import whole_region
 from autopar.emit.manual import Emission, before, named_sharding
 from autopar.emit.regions import run
 from autopar.ir.graph import GATE
@@ -57,7 +58,8 @@ class _Values:
         grouped = op.primitive == "conv_general_dilated" and max(op.param("feature_group_count"), op.param("batch_group_count")) > 1
         if grouped:  # the compiler's partitioner cuts these wrongly, or aborts
             operands = [self.whole(x) for x in operands]
-        for k, x in enumerate(compat.bind(equation, operands, dict(equation.params))):
+        results = whole_region(equation, op)({}, operands) if op.primitive == "shard_map" else None
+        for k, x in enumerate(results or compat.bind(equation, operands, dict(equation.params))):
             self.keep(i, k, self.whole(x) if grouped else x)
 
     def whole(self, x: Any) -> Any:

@@ -192,7 +192,7 @@ def _may_be_partial(graph: Graph, rules: Sequence[ShardingRule], value: int, can
 
 def leaves_sums(rule: ShardingRule) -> bool:
     """Whether cutting some factor of the rule leaves a partial sum."""
-    return any(f in rule.in_operands and f not in rule.in_results and rule.reduction(f) == "sum" for f in rule.factors)
+    return any(f in rule.reduced and f not in rule.in_results and rule.reduction(f) == "sum" for f in rule.factors)
 
 
 def _with_joins(graph: Graph, candidate: dict[int, bool]) -> frozenset[int]:

@@ -19,6 +19,7 @@ from autopar.ir.plan import ShardingPlan
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import WHOLE, Strategy, operand_sharding, result_sharding
+from autopar.rules.inside import inside
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,9 @@ def _follow_users(graph: Graph, rules: Sequence[ShardingRule], mesh: LogicalMesh
         if not is_free(graph, op) or len(op.results) != 1 or op.results[0] in graph.output_values:
             continue
         needed = {operand_sharding(rules[u], strategies[u], k) for u, k in graph.uses.get(op.results[0], ())}
-        fitting = [s for s in enumerate_strategies(rules[i], mesh) if {result_sharding(rules[i], s, 0)} == needed and not s.passes]
+        operands = [graph.aval(o) for o in op.operands]
+        alike = [s for s in enumerate_strategies(rules[i], mesh) if {result_sharding(rules[i], s, 0)} == needed and not s.passes]
+        fitting = [s for s in alike if not inside(op, rules[i], s, operands, mesh)]
         if fitting and not any(s.partial for s in needed):
             strategies[i] = fitting[0]
 

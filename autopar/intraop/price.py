@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar import costs
 from autopar.costs import Charges, Pricer
 from autopar.intraop.connect import made
-from autopar.ir.graph import Constant, Graph
+from autopar.ir.graph import Constant, Graph, Op
 from autopar.ir.plan import Collective, Leaf, PlannedMove, ShardingPlan, WholeOp
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import TensorSharding
+from autopar.rules.inside import numbered
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,15 @@ def price_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, 
     """The price of a whole plan."""
     kinds: dict[str, float] = {}
     for i, op in enumerate(graph.ops):
-        kind = "recomputed" if op.again else "matmul" if op.primitive in costs.MATMULS else "memory-bound"
-        kinds[kind] = kinds.get(kind, 0.0) + op_seconds(graph, rules, plan, pricer, charges, i)
+        kinds[_kind(op)] = kinds.get(_kind(op), 0.0) + op_seconds(graph, rules, plan, pricer, charges, i)
     compute = sum(kinds.values())
     copies = communication = 0.0
+    for i, own in numbered(graph, rules, plan, pricer.as_written).items():
+        for c in own:  # a border that two ops share is paid for by both: each choice stands by itself
+            seconds = graph.times[i] * pricer.within(c.inside)
+            kinds[_kind(graph.ops[i])] -= seconds
+            compute, communication = compute - seconds, communication + seconds
+            kinds[c.inside.kind] = kinds.get(c.inside.kind, 0.0) + seconds
     for m in plan.moves:
         if m.value in graph.free:
             continue
@@ -63,7 +69,11 @@ def price_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, 
     return Price(compute, communication, copies, launch, split)
 
 
-def collectives(graph: Graph, plan: ShardingPlan, pricer: Pricer) -> tuple[Collective, ...]:
+def _kind(op: Op) -> str:
+    return "recomputed" if op.again else "matmul" if costs.is_matmul(op) else "memory-bound"
+
+
+def collectives(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, pricer: Pricer) -> tuple[Collective, ...]:
     """The planned collectives, in the order of their ids."""
     carried_from = {v: n for v, n in zip(graph.inputs, graph.input_names, strict=False)}
     found = []
@@ -90,10 +100,22 @@ def collectives(graph: Graph, plan: ShardingPlan, pricer: Pricer) -> tuple[Colle
                 source,
             )
         )
-    return tuple(found)
+    return (*found, *_own(graph, rules, plan, pricer))
 
 
-_VERBS = {"all_gather": "gather", "all_reduce": "sum", "reduce_scatter": "sum and scatter", "all_to_all": "exchange"}
+def _own(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, pricer: Pricer) -> Iterator[Collective]:
+    """The collectives that ops themselves contain."""
+    for i, own in numbered(graph, rules, plan, pricer.as_written).items():
+        op, times = graph.ops[i], graph.times[i]
+        where = f"in {op.primitive}" + (f" in {op.scope}" if op.scope else "")
+        for name, c in ((n.id, n.inside) for n in own if not n.shared):
+            moved = {"bool": "uint8"}.get(c.dtype, c.dtype)
+            size, seconds = plan.mesh.size(c.axes), times * pricer.within(c)
+            purpose = f"{_VERBS[c.kind]} {where}"
+            yield Collective(name, c.kind, c.axes, size, c.nbytes, moved, times * c.times, seconds, purpose, op.phase, op.source)
+
+
+_VERBS = {"all_gather": "gather", "all_reduce": "sum", "reduce_scatter": "sum and scatter", "all_to_all": "exchange", "permute": "shift"}
 
 
 def _why(graph: Graph, m: PlannedMove, names: dict[int, str]) -> tuple[str, str, str]:

@@ -159,8 +159,10 @@ class _Places:
         return sorted(v for v in self.alive if not self._follows(v, known))
 
     def _follows(self, value: int, known: dict[int, bool]) -> bool:
-        """Whether a value is made by fusions of others that live here."""
-        if value not in known:
+        """Whether a value is made by fusions of others that live here. One that backward made, of another loss in the step, is not."""
+        if value not in known and value not in self.made:
+            known[value] = False
+        elif value not in known:
             n = self.made[value]
             inputs = [o for o in self.ops[n].inputs if o not in self.fixed]
             known[value] = self.cheap[n] and all(o in self.alive or self._follows(o, known) for o in inputs)

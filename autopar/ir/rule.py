@@ -10,7 +10,9 @@ from autopar.ir.sharding import Reduction
 
 Factor = str
 Dim = tuple[Factor, ...]
-Method = OneOf["plain", "whole", "offset", "masked_sum", "scatter", "halo", "prefix", "arg_pair", "bits"]
+Method = OneOf["plain", "whole", "offset", "masked_sum", "scatter", "halo", "prefix", "arg_pair", "bits", "manual"]
+RESOLVED: frozenset[Method] = frozenset({"arg_pair", "manual"})
+"""Methods whose results are never partial: what they reduce, they reduce themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class ShardingRule:
     `operands[n][d]` are the factors of dimension d of operand n, major to minor: `()` for a dimension of size 1 (or one
     that a size-1 operand broadcasts), several where a dimension merges factors. A factor found in an operand but in no result
     is *reduced*: cutting it leaves partial results of its `reductions` kind. A factor found only in results is new there (a
-    broadcast); cutting it needs no communication. `methods` names the factors that are not plain: `whole` ones are never cut.
+    broadcast); cutting it needs no communication. `methods` names the factors that are not plain: `whole` ones are never cut,
+    `manual` ones, which are named as mesh axes, all together and each by its own axis.
     `passes` lists the ways in which partial operands go through.
     """
 
@@ -64,6 +67,17 @@ class ShardingRule:
     def factors(self) -> tuple[Factor, ...]:
         """The factors that may be cut, in order of first appearance."""
         return tuple(f for f, n in self.sizes if n > 1 and self.method[f] != "whole")
+
+    @cached_property
+    def manual(self) -> frozenset[Factor]:
+        """The factors that stand for mesh axes of the user's own."""
+        return frozenset(f for f in self.factors if self.method[f] == "manual")
+
+    @cached_property
+    def reduced(self) -> frozenset[Factor]:
+        """The factors that leave partial results when they are cut, those that lack the factor."""
+        lacking = (self.in_operands - self.in_results) | {f for f, _ in self.reductions}
+        return frozenset(f for f in lacking if self.method[f] not in RESOLVED)
 
     def reduction(self, factor: Factor) -> Reduction:
         """Kind of the partial result that cutting a reduced factor leaves."""

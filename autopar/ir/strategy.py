@@ -65,9 +65,8 @@ def result_sharding(rule: ShardingRule, strategy: Strategy, position: int) -> Te
     """
     partial: dict[str, Reduction] = {axis: rule.passes[index].kind for axis, index in strategy.passes}
     here = {f for d in rule.results[position] for f in d}
-    reduced = (rule.in_operands - rule.in_results) | {f for f, _ in rule.reductions}
     for factor, axes in strategy.cuts:
-        if factor in reduced and factor not in here:
+        if factor in rule.reduced and factor not in here:
             partial |= dict.fromkeys(axes, rule.reduction(factor))
     return TensorSharding(tuple(dim_axes(d, strategy) for d in rule.results[position]), tuple(sorted(partial.items())))
 
@@ -82,6 +81,8 @@ def check_strategy(rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh) ->
             raise IllegalStrategyError(f"factor `{factor}` of rule `{rule}` must not be cut.")
         if rule.size[factor] % mesh.size(axes):
             raise IllegalStrategyError(f"factor `{factor}` of size {rule.size[factor]} does not divide by {mesh.size(axes)}.")
+    if rule.manual and any(strategy.axes(f) for f in rule.manual) and any(strategy.axes(f) != (f,) for f in rule.manual):
+        raise IllegalStrategyError(f"factors {sorted(rule.manual)} are mesh axes: each is cut by itself, and all or none: {strategy}.")
     for dims in (*rule.operands, *rule.results):
         for dim in dims:
             if not _contiguous(dim, strategy, rule, mesh):

@@ -1,6 +1,6 @@
 """Sharding rules: one per primitive, as data. Importing this package fills the table."""
 
-from autopar.rules import conv, dot, elementwise, index, linalg, random, reduce, region, shape
+from autopar.rules import conv, dot, elementwise, index, linalg, manual, random, reduce, region, shape
 from autopar.rules.control import OPAQUE, why_whole
 from autopar.rules.registry import has_rule, has_user_rule, local_function, primitives, register, register_rule, remove_rule, rule_for
 
@@ -14,6 +14,7 @@ __all__ = [
     "index",
     "linalg",
     "local_function",
+    "manual",
     "primitives",
     "random",
     "reduce",

@@ -10,10 +10,10 @@ _HOST = "it runs on the host once, with whole operands"
 _GENERATOR = "its state spans all that it generates"
 
 OPAQUE: dict[str, str] = (
-    dict.fromkeys(("scan", "while", "cond", "custom_linear_solve"), _CONTROL)
+    dict.fromkeys(("scan", "while", "cond"), _CONTROL)
     | dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "call", "remat2", "checkpoint", "composite"), _CALL)
     | dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call", "eval_jaxpr"), _CALL)
-    | dict.fromkeys(("shard_map", "custom_partitioning"), _REGION)
+    | dict.fromkeys(("custom_partitioning",), _REGION)
     | dict.fromkeys(("pallas_call", "ffi_call", "tpu_custom_call"), _KERNEL)
     | dict.fromkeys(("pure_callback", "io_callback", "debug_callback", "debug_print", "python_callback"), _HOST)
     | dict.fromkeys(("rng_bit_generator", "rng_uniform"), _GENERATOR)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import gcd
 from typing import Any
 
 from autopar.ir.rule import Pass, ShardingRule
 from autopar.ir.sharding import Reduction
-from autopar.rules.notation import build, stays
+from autopar.rules.halo import Slide
+from autopar.rules.notation import Name, build, stays
 from autopar.rules.passing import Constants, jointly, ordered, sums
 from autopar.rules.registry import Avals, register
 
@@ -42,7 +44,15 @@ for _name, _kind in _KINDS.items():
     register(f"reduce_{_name}")(partial(_reduction, kind=_kind))
 
 
-@register("reduce_prod", "reduce_xor", "argmax", "argmin")
+@register("argmax", "argmin")
+def arg_extreme(operands: Avals, results: Avals, *, axes: Sequence[int], **_: Any) -> ShardingRule:
+    """`(i a) -> (i)`: where `a` is cut, each block's extreme and its place are compared, method `arg_pair`."""
+    names = [f"i{d}" for d in range(operands[0].ndim)]
+    gone = [names[a] for a in axes]
+    return build([names], [[n for n in names if n not in gone]], operands, results, methods=dict.fromkeys(gone, "arg_pair"))
+
+
+@register("reduce_prod", "reduce_xor")
 def whole_reduction(operands: Avals, results: Avals, *, axes: Sequence[int], **_: Any) -> ShardingRule:
     """The reduced dimensions stay whole."""
     names = [f"i{d}" for d in range(operands[0].ndim)]
@@ -62,10 +72,10 @@ def variadic_reduce(operands: Avals, results: Avals, *, dimensions: Sequence[int
 
 
 def _cumulative(operands: Avals, results: Avals, *, axis: int, kind: Reduction | None, **_: Any) -> ShardingRule:
-    """`(i [a]) -> (i [a])`: the axis stays whole."""
+    """`(i a) -> (i a)`: cutting the axis is a scan of blocks, method `prefix`."""
     names = [f"i{d}" for d in range(operands[0].ndim)]
     passes = [Pass((0,), kind)] if kind and _fits(kind, results[0].dtype) else []
-    return build([names], [names], operands, results, methods=stays([names[axis]]), passes=passes)
+    return build([names], [names], operands, results, methods={names[axis]: "prefix"}, passes=passes)
 
 
 for _name in ("sum", "max", "min", "prod", "logsumexp"):
@@ -83,23 +93,53 @@ def _untouched(
 
 
 def _windowed(
-    operands: Avals, results: Avals, params: Any, arrays: int, large: tuple[int, ...], passes: Sequence[Pass | None] = ()
+    operands: Avals,
+    results: Avals,
+    params: Any,
+    arrays: int,
+    large: tuple[int, ...],
+    passes: Sequence[Pass | None] = (),
+    halo: bool = False,
 ) -> ShardingRule:
-    """Shared names where windows leave a dimension alone, else whole; `large` are the tensors of the size before windowing."""
+    """Shared names where windows leave a dimension alone; where `halo` allows and they move as far as the array does, it is cut by that
+    method; else it stays whole. `large` are the tensors of the size before windowing.
+    """
     ndim = operands[0].ndim
     free = _untouched(ndim, **params)
-    tensors = []
-    for n in range(arrays + len(results)):
-        side = "image" if n in large else "output"
-        tensors.append([f"i{d}" if free[d] else f"{side}{d}" for d in range(ndim)])
-    whole = stays(f for t in tensors for f in t if f.startswith(("image", "output")))
+    every = (*operands[:arrays], *results)
+    small = next(n for n in range(len(every)) if n not in large)
+    slides = [_slide(every[large[0]].shape[d], every[small].shape[d], d, **params) for d in range(ndim)]
+    borders = {f"h{d}": gcd(s.image, s.windows) for d, s in enumerate(slides) if halo and not free[d] and s.follows}
+
+    def name(d: int, side: str) -> Name:
+        return f"i{d}" if free[d] else (f"h{d}", f"{side}{d}") if f"h{d}" in borders else f"{side}{d}"
+
+    tensors = [[name(d, "image" if n in large else "output") for d in range(ndim)] for n in range(len(every))]
+    methods = stays(f"{side}{d}" for d in range(ndim) for side in ("image", "output") if not free[d])
+    methods |= dict.fromkeys(borders, "halo")
     ins = tensors[:arrays] + [[]] * (len(operands) - arrays)
-    return build(ins, tensors[arrays:], operands, results, methods=whole, passes=passes)
+    return build(ins, tensors[arrays:], operands, results, sizes=borders, methods=methods, passes=passes)
+
+
+def _slide(
+    image: int,
+    windows: int,
+    d: int,
+    *,
+    window_dimensions: Any,
+    window_strides: Any,
+    padding: Any,
+    base_dilation: Any = None,
+    window_dilation: Any = None,
+    **_: Any,
+) -> Slide:
+    dilation, spread = (values[d] if values else 1 for values in (base_dilation, window_dilation))
+    return Slide(image, window_dimensions[d], windows, window_strides[d], tuple(padding[d]), dilation, spread)
 
 
 def _reduce_window(operands: Avals, results: Avals, *, kind: Reduction, **params: Any) -> ShardingRule:
     passes = [Pass((0,), kind)] if _fits(kind, results[0].dtype) else []
-    return _windowed(operands, results, params, 1, (0,), passes)
+    return _windowed(operands, results, params, 1, (0,), passes, halo=True)
 
 
 for _name in ("sum", "max", "min"):
@@ -116,7 +156,7 @@ def reduce_window(operands: Avals, results: Avals, **params: Any) -> ShardingRul
 def select_and_scatter_add(operands: Avals, results: Avals, *, constants: Constants, **params: Any) -> ShardingRule:
     """`(source), (operand) -> (like operand)`: linear in the source."""
     passes = [jointly("sum", (0,), constants)] if sums(results[0].dtype) else []
-    return _windowed(operands, results, params, 2, (1, 2), passes)
+    return _windowed(operands, results, params, 2, (1, 2), passes, halo=True)
 
 
 @register("select_and_gather_add")

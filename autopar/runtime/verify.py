@@ -159,7 +159,7 @@ def run_beside(
     carried = dict((o, i) for i, o in traced.roles.carried)
     state_inputs = set(carried.values())
     reference = jax.jit(_flat(traced))
-    ours, theirs, owned = list(leaves), [_alone(x) for x in leaves], Owned()
+    ours, theirs, owned = list(leaves), [alone(x) for x in leaves], Owned()
     shaken = _Shaken(reference, carried, list(theirs))
     errors, seconds, reference_seconds = [], [], []
     outputs: list[Any] = []
@@ -167,7 +167,7 @@ def run_beside(
         if n < len(batches):
             for i, x in enumerate(batches[n]):
                 if i not in state_inputs:
-                    ours[i], theirs[i] = x, _alone(x)
+                    ours[i], theirs[i] = x, alone(x)
         begin = time.perf_counter()
         outputs = jax.block_until_ready(executable(ours, owned))
         seconds.append(time.perf_counter() - begin)
@@ -186,7 +186,7 @@ def run_beside(
     return Run(tuple(errors), tuple(seconds), tuple(reference_seconds), tuple(outputs))
 
 
-def _alone(leaf: Any) -> Any:
+def alone(leaf: Any) -> Any:
     """A leaf as one device has it: host data where it can be."""
     if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return np.asarray(leaf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax._src import source_info_util
 from jax._src.interpreters.partial_eval import dce_jaxpr
 from jax._src.lax.lax import _convert_element_type
+from jax.extend.core.primitives import all_gather_p, psum_p
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import mlir
 
@@ -56,12 +58,23 @@ pin_p.def_abstract_eval(lambda x, *, spec: x)
 mlir.register_lowering(pin_p, lambda ctx, x, *, spec: [x])
 
 
-_PLACING = frozenset({"sharding_constraint", "device_put"})
+_PLACING: dict[str, Callable[[Mapping[str, Any]], tuple[Any, ...]]] = {
+    "sharding_constraint": lambda params: (params["sharding"],),
+    "reshard": lambda params: (params["dst_sharding"],),
+    "device_put": lambda params: tuple(params["devices"]),
+}
+"""What says where values are to lie: primitive -> from its parameters, for each operand, where."""
+_PER_DEVICE = "shard_map"
+_VARYING = frozenset({"pvary"})
+"""Identities that only tell JAX's types along which axes a value may differ."""
+_SAME_AS = {"psum_invariant": psum_p, "all_gather_invariant": all_gather_p}
+"""Collectives that differ from another in type only."""
 
-
-def _asked(equation: Any) -> tuple[Any, ...]:
-    """For each operand of a sharding constraint or `device_put`, where it is to lie."""
-    return (equation.params["sharding"],) if equation.primitive.name == "sharding_constraint" else tuple(equation.params["devices"])
+PER_DEVICE_ONLY = frozenset(
+    "unreduced_psum unreduced_pmax unreduced_pmin unreduced_reduce_scatter all_gather_reduced preduced vary_unreduced_cast "
+    "reduced_vary_cast psend precv pbroadcast pbroadcast_dynamic ragged_all_to_all".split()
+)
+"""Collectives of a `shard_map` that neither a plan counts nor a batch of devices runs."""
 
 
 def _constraint(sharding: Any, ndim: int, free: Sequence[int]) -> tuple[Any, ...] | None:
@@ -90,11 +103,13 @@ def without_constraints(closed: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _constrained(jaxpr: Any, known: dict[int, bool]) -> bool:
-    """Whether a sharding constraint or a `device_put` stands in a jaxpr or in one inside it."""
+    """Whether a sharding constraint, a `device_put` or a `shard_map` stands in a jaxpr or in one inside it."""
     if id(jaxpr) not in known:
         known[id(jaxpr)] = False
         known[id(jaxpr)] = any(
-            e.primitive.name in _PLACING or any(_constrained(inner, known) for inner in jex.jaxprs_in_params(e.params))
+            e.primitive.name in _PLACING
+            or e.primitive.name == _PER_DEVICE
+            or any(_constrained(inner, known) for inner in jex.jaxprs_in_params(e.params))
             for e in jaxpr.eqns
         )
     return known[id(jaxpr)]
@@ -113,7 +128,7 @@ class _Cleaner:
             env: dict[Any, Any] = {}
             for v in (*old.constvars, *old.invars):
                 env[v] = _fresh(v)
-            equations = [new for e in old.eqns for new in (self.pins(e, env) if e.primitive.name in _PLACING else [self.equation(e, env)])]
+            equations = [new for e in old.eqns for new in self.rewritten(e, env)]
             new = old.replace(
                 constvars=[env[v] for v in old.constvars],
                 invars=[env[v] for v in old.invars],
@@ -123,12 +138,21 @@ class _Cleaner:
             self.done[id(old)] = (old, new)
         return self.done[id(old)][1]
 
+    def rewritten(self, e: Any, env: dict[Any, Any]) -> list[Any]:
+        """What an equation becomes: pins, nothing where it is the identity, or itself."""
+        if e.primitive.name in _PLACING:
+            return self.pins(e, env)
+        if e.primitive.name in _VARYING:
+            env.update((r, _read(env, v)) for r, v in zip(e.outvars, e.invars, strict=True))
+            return []
+        return [self.equation(e, env)]
+
     def pins(self, e: Any, env: dict[Any, Any]) -> list[Any]:
         """A constraint as a pin for each operand; where it names no axes or stands in a closed loop, results are the operands."""
         found, free = [], e.params.get("unconstrained_dims") or ()
         with jax.sharding.use_abstract_mesh(_NO_MESH):
             context = type(e.ctx)()
-        for operand, result, sharding in zip(e.invars, e.outvars, _asked(e), strict=True):
+        for operand, result, sharding in zip(e.invars, e.outvars, _PLACING[e.primitive.name](e.params), strict=True):
             spec = _constraint(sharding, result.aval.ndim, free)
             env[result] = _read(env, operand)
             if spec is not None and not self.depth:
@@ -136,7 +160,7 @@ class _Cleaner:
                 new = {"invars": [env[result]], "outvars": [pinned], "params": {"spec": spec}}
                 found.append(e.replace(primitive=pin_p, ctx=context, **new))
                 env[result] = pinned
-            elif spec is not None or e.primitive.name == "sharding_constraint":
+            elif spec is not None or e.primitive.name != "device_put":
                 self.lines.append(source_line(e))
         return found
 
@@ -149,7 +173,9 @@ class _Cleaner:
         self.depth -= inside
         with e.ctx.manager, jax.sharding.use_abstract_mesh(_NO_MESH):
             context = type(e.ctx)()
-        return e.replace(invars=operands, outvars=[env[v] for v in e.outvars], params=params, ctx=context)
+        primitive = _SAME_AS.get(e.primitive.name, e.primitive)
+        params |= {} if primitive is e.primitive else {"axis_index_groups": None}
+        return e.replace(primitive=primitive, invars=operands, outvars=[env[v] for v in e.outvars], params=params, ctx=context)
 
     def parameter(self, value: Any) -> Any:
         if isinstance(value, jex.ClosedJaxpr):
@@ -159,6 +185,25 @@ class _Cleaner:
         if isinstance(value, jax.sharding.NamedSharding) and isinstance(value.mesh, jax.sharding.AbstractMesh):
             return None
         return tuple(map(self.parameter, value)) if type(value) is tuple else value
+
+
+@dataclass
+class _Rewriter(_Cleaner):
+    """Puts functions in the place of equations; `form` gives one by primitive and parameters, None where the equation stays."""
+
+    form: Callable[[str, Mapping[str, Any]], Callable[..., Any] | None] = lambda name, params: None
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def rewritten(self, e: Any, env: dict[Any, Any]) -> list[Any]:
+        function = self.form(e.primitive.name, e.params)
+        if function is None:
+            return [self.equation(e, env)]
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            traced = jax.make_jaxpr(function, axis_env=list(self.sizes))(*(abstract_aval(v.aval) for v in e.invars))
+        inner = dict(zip(traced.jaxpr.invars, (_read(env, v) for v in e.invars), strict=True))
+        found = [self.equation(new, inner) for new in traced.jaxpr.eqns]
+        env.update((r, _read(inner, v)) for r, v in zip(e.outvars, traced.jaxpr.outvars, strict=True))
+        return found
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:
@@ -177,16 +222,33 @@ def _fresh(variable: Any) -> Any:
 def _on_no_mesh(aval: Any) -> Any:
     if not hasattr(aval, "sharding"):
         return aval
-    return aval.update(sharding=jax.sharding.NamedSharding(_NO_MESH, jax.sharding.PartitionSpec(*(None,) * aval.ndim)))
+    plain = jax.core.ShapedArray((), np.float32)
+    varying = {k: getattr(plain, k) for k in ("manual_axis_type",) if hasattr(plain, k)}
+    return aval.update(sharding=jax.sharding.NamedSharding(_NO_MESH, jax.sharding.PartitionSpec(*(None,) * aval.ndim)), **varying)
 
 
 def opened(equation: Any) -> Any | None:
-    """The inner jaxpr of a call that tracing opens (jit, custom_jvp, custom_vjp, checkpoint), closed; else None."""
+    """The inner jaxpr of a call that tracing opens (jit, custom_jvp, custom_vjp, checkpoint, linear solves), closed; else None."""
+    if equation.primitive.name == "custom_linear_solve":
+        return _solve(equation)
     key = _OPENED.get(equation.primitive.name)
     if key is None or key not in equation.params:
         return None
     inner = equation.params[key]
     return inner if hasattr(inner, "jaxpr") else jex.ClosedJaxpr(inner, ())
+
+
+def _solve(equation: Any) -> Any:
+    """The solve itself of a `custom_linear_solve`, as a function of all its operands: the others are for derivatives, which are taken."""
+    lengths, jaxprs, operands = equation.params["const_lengths"], equation.params["jaxprs"], equation.invars
+    first = lengths.matvec + lengths.vecmat
+    last = first + lengths.solve
+    given = [*range(first, last), *range(last + lengths.transpose_solve, len(operands))]
+
+    def function(*values: Any) -> list[Any]:
+        return list(jex.jaxpr_as_fun(jaxprs.solve)(*(values[k] for k in given)))
+
+    return make_jaxpr(function, [abstract_aval(v.aval) for v in operands])
 
 
 def run_again(equation: Any) -> tuple[int, ...]:
@@ -284,11 +346,41 @@ def abstract_aval(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def derived_params(equation: Any) -> tuple[tuple[str, Any], ...]:
-    """What else a rule must know: whether random bits are a hash of key and position, so that any part can be made by itself."""
+    """What else a rule must know: whether random bits are a hash of key and position, so that any part can be made by itself; of a
+    `shard_map`, its axes with their sizes, those that cut each dimension of operands and results, and into how many parts in all.
+    """
+    if equation.primitive.name == _PER_DEVICE:
+        sizes, ins, outs = per_device(equation)
+        cut = {a for dims in (*ins, *outs) for d in dims for a in d}
+        acts = any("IO" in str(e) or "Debug" in str(e) or "Ordered" in str(e) for e in equation.effects)
+        return ("axis_sizes", sizes), ("in_dims", ins), ("out_dims", outs), ("parts", prod(n for a, n in sizes if a in cut)), ("acts", acts)
     if equation.primitive.name != "random_bits":
         return ()
     fry = dtype_name(equation.invars[0].aval.dtype) == "key<fry>"
     return (("by_position", fry and bool(getattr(jax.config, "jax_threefry_partitionable", True))),)
+
+
+def per_device(equation: Any) -> tuple[tuple[tuple[str, int], ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Of a `shard_map`: its manual axes with their sizes, and per operand and per result the axes that cut each dimension."""
+    params = equation.params
+    manual = params.get("newly_manual_axes", params.get("manual_axes"))
+    sizes = tuple((a, int(n)) for a, n in params["mesh"].shape.items() if manual is None or a in manual)
+    ins = tuple(_spec_dims(s, v.aval) for s, v in zip(params["in_specs"], equation.invars, strict=True))
+    return sizes, ins, tuple(_spec_dims(s, v.aval) for s, v in zip(params["out_specs"], equation.outvars, strict=True))
+
+
+def _spec_dims(spec: Any, aval: Any) -> tuple[tuple[str, ...], ...]:
+    entries = (*spec, *(None,) * (aval.ndim - len(spec)))
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+
+
+def body_of(equation: Any, form: Callable[[str, Mapping[str, Any]], Callable[..., Any] | None]) -> Callable[..., list[Any]]:
+    """The body of a `shard_map` as a function of one device's operands, to be run where its axes have names.
+
+    `form` gives functions to run in the place of some of its primitives, by name and parameters.
+    """
+    jaxpr = _Rewriter(form=form, sizes=per_device(equation)[0]).jaxpr(equation.params["jaxpr"])
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
 
 
 def threefry(key: Any, high: Any, low: Any) -> tuple[Any, Any]:

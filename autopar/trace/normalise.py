@@ -10,6 +10,8 @@ import numpy as np
 
 from autopar.trace import compat
 
+_DEVICES = frozenset({"mesh", "newly_manual_axes", "manual_axes", "in_specs", "out_specs", "check_vma"})
+
 
 def normalise(value: Any) -> Any:
     """A parameter as plain data: NamedTuples and dataclasses as (field, value) pairs, enums and dtypes by name."""
@@ -48,5 +50,9 @@ def _opaque(value: Any) -> str:
 
 
 def normalise_params(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """All parameters of an equation, by name in the order in which JAX keeps them. What a scatter applies is written out."""
-    return tuple((k, str(v) if k == "update_jaxpr" and v is not None else normalise(v)) for k, v in params.items())
+    """All parameters of an equation, by name in the order in which JAX keeps them. What a scatter applies is written out.
+
+    Devices are left out: a `shard_map`'s mesh matters by its axes (`compat.derived_params`).
+    """
+    named = {k: str(v) if k == "update_jaxpr" and v is not None else v for k, v in params.items() if k not in _DEVICES}
+    return tuple((k, normalise(v)) for k, v in named.items())

@@ -17,6 +17,7 @@ from autopar.ir.graph import BOUNDARY, Constant, Graph, Op, Operand
 
 Literals = Sequence[Mapping[int, Any]]
 _NARROW = frozenset({"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"})
+_PLATFORMS = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 _COMMUTATIVE = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
 _NOTHING = frozenset({"copy", "copy_p", "stop_gradient", "name"})
 _SPREADS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "transpose"})
@@ -230,6 +231,8 @@ class _Simplifier:
 
     def _fold(self, op: Op) -> None:
         """Note the number that all elements of the result are, where the operands say it."""
+        if op.primitive == "platform_index" and (found := _platform(op.param("platforms"))) is not None:
+            self.uniform[op.results[0]] = found
         numbers = [self._number(op, k) for k in range(len(op.operands))]
         if not numbers or len(op.results) != 1 or any(n is None or n != n for n in numbers):
             return
@@ -262,6 +265,12 @@ class _Simplifier:
         name = "add" if name == "add_any" else name
         operands = tuple(sorted(operands, key=str)) if name in _COMMUTATIVE else operands
         return (name, operands) if name in ("add", "mul") else (name, params, operands)
+
+
+def _platform(platforms: Sequence[Sequence[str] | None]) -> int | None:
+    """Which of the branches for certain platforms runs, where none of them is one that plans are for: the one for all others."""
+    named = {p for entry in platforms for p in entry or ()}
+    return platforms.index(None) if None in platforms and not named & _PLATFORMS else None
 
 
 def _computed(function: Callable[..., Any], numbers: Sequence[Any], dtypes: Sequence[str]) -> Any:

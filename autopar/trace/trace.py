@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from autopar.errors import AutoparError, TraceError
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Op
 from autopar.trace import arguments, compat
 from autopar.trace.flatten import flatten
 from autopar.trace.program import Program
@@ -93,16 +93,28 @@ def _on_axes(flat: arguments.FlatFunction, avals: Sequence[Any], axes: Mapping[s
         return compat.make_jaxpr(flat, avals, axes)
 
 
-def _check_supported(graph: Graph) -> None:
-    """Raise `TraceError` for a region that is written per device already."""
+def _check_supported(graph: Graph, inside: str = "") -> None:
+    """Raise `TraceError` for a region written per device where it cannot be one op of the plan's, or does what no plan can count."""
     for op in graph.ops:
-        if op.primitive == "shard_map":
+        if op.primitive == "shard_map" and inside:
             raise TraceError(
-                f"the `shard_map` at {op.source} is written for one mesh by hand, which is not supported yet. "
-                "Write that part of the step for whole arrays, as for one device."
+                f"the `shard_map` at {op.source} stands inside {inside}, which stays one op. Take it out, or write that part of the "
+                "step for whole arrays."
             )
+        if op.primitive == "shard_map":
+            _check_region(op)
+        where = "another one" if op.primitive == "shard_map" else f"a `{op.primitive}` with effects at {op.source}"
         for inner in op.subgraphs:
-            _check_supported(inner)
+            _check_supported(inner, where)
+
+
+def _check_region(region: Op) -> None:
+    for op in (o for body in region.subgraphs for o in body.walk()):
+        if op.primitive in compat.PER_DEVICE_ONLY or op.param("axis_index_groups") is not None:
+            raise TraceError(
+                f"`{op.primitive}` at {op.source or region.source}, in the `shard_map` at {region.source}, is not supported there. Use "
+                "psum, all_gather, psum_scatter, all_to_all or ppermute over whole axes, or write that part of the step for whole arrays."
+            )
 
 
 def _changed(function: Callable[..., Any]) -> str:
@@ -116,7 +128,7 @@ def _changed(function: Callable[..., Any]) -> str:
 def _dropped(line: str) -> str:
     where = line or "an unknown line"
     return (
-        f"the sharding constraint at {where} is inside a loop or branch with effects and not used: the plan decides; "
+        f"the sharding constraint at {where} is inside a `shard_map`, or a loop or branch with effects, and not used: the plan decides; "
         "`pins` fixes arguments"
     )
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec as P
 
 _RNG = np.random.default_rng(7)
 
@@ -151,6 +152,8 @@ def more_convolutions() -> list[tuple[str, Callable, tuple]]:
 
 def reductions() -> list[tuple[str, Callable, tuple]]:
     x, i, p = real(4, 2, 6), whole(4, 2, 6), whole(4, 2, 6) > 1
+    ties = jnp.asarray([[1, 5], [5, 2], [3, 5], [5, 5], [0, 1], [0, 0], [2, 0], [5, 1]], jnp.int32)
+    odd = jnp.asarray([[1, -jnp.inf], [jnp.inf, -jnp.inf], [2, jnp.nan], [jnp.nan, 3]] * 2, jnp.float32)
     found: list[tuple[str, Callable, tuple]] = [
         (n, lambda a, n=n: getattr(jnp, n)(a, axis=(0, 2)), (x,)) for n in ("sum", "max", "min", "prod")
     ]
@@ -164,6 +167,10 @@ def reductions() -> list[tuple[str, Callable, tuple]]:
     found += [("nothing reduced", lambda a: lax.reduce_sum_p.bind(a, axes=(), out_sharding=None), (x,))]
     for n in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
         found.append((n, lambda a, n=n: getattr(lax, n)(a, axis=1), (x,)))
+        found.append((f"{n} from the end", lambda a, n=n: getattr(lax, n)(a, axis=0, reverse=True), (odd,)))
+    found += [(f"{n} of integers", lambda a, n=n: getattr(lax, n)(a, axis=0), (ties,)) for n in ("cumsum", "cumprod", "cummax", "cummin")]
+    found += [(f"{n} of what is odd", lambda a, n=n: getattr(jnp, n)(a, axis=0), (odd,)) for n in ("argmax", "argmin")]
+    found += [(f"{n} with ties", lambda a, n=n: getattr(jnp, n)(a, axis=0), (ties,)) for n in ("argmax", "argmin")]
     found += [
         ("softmax", jax.grad(lambda a: (jax.nn.softmax(a) ** 2).sum()), (real(4, 6),)),
         ("custom reduction", lambda a: lax.reduce(a, 0.0, lambda u, v: u * v + u + v, (1,)), (x,)),
@@ -179,6 +186,10 @@ def _pool(x: Any, init: Any, op: Callable, padding: str = "VALID") -> jax.Array:
     return lax.reduce_window(x, init, op, (1, 2, 2, 1), (1, 2, 2, 1), padding)
 
 
+def _overlapping(x: Any, init: Any, op: Callable) -> jax.Array:
+    return lax.reduce_window(x, init, op, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+
 def windows() -> list[tuple[str, Callable, tuple]]:
     x = real(4, 4, 4, 2)
     return [
@@ -186,6 +197,10 @@ def windows() -> list[tuple[str, Callable, tuple]]:
         ("min pool", lambda a: _pool(a, jnp.inf, lax.min), (x,)),
         ("mean pool", jax.grad(lambda a: (_pool(a, 0.0, lax.add, "SAME") ** 2).sum()), (real(4, 3, 5, 2),)),
         ("custom pool", lambda a: _pool(a, 0.0, lambda u, v: u * v + u + v), (x,)),
+        ("overlapping max pool", jax.grad(lambda a: (_overlapping(a, -jnp.inf, lax.max) ** 2).sum()), (real(2, 8, 8, 2),)),
+        ("overlapping mean pool", jax.grad(lambda a: (_overlapping(a, 0.0, lax.add) ** 2).sum()), (real(2, 8, 8, 2),)),
+        ("wide windows", lambda a: lax.reduce_window(a, jnp.inf, lax.min, (1, 5), (1, 1), "SAME", None, (1, 2)), (whole(4, 8) * 1.0,)),
+        ("max of integers", lambda a: lax.reduce_window(a, jnp.int32(-(2**31)), lax.max, (3, 1), (1, 1), ((2, 0), (0, 0))), (whole(8, 2),)),
         ("max pool tangents", lambda a: jax.jvp(lambda v: _pool(v, -jnp.inf, lax.max), (a,), (a,)), (x,)),
     ]
 
@@ -303,5 +318,14 @@ def matrices() -> list[tuple[str, Callable, tuple]]:
     ]
 
 
-FAMILIES = (unary, binary, pointwise, products, convolutions, reductions, windows, shapes, lookups, randoms)
+def manual() -> list[tuple[str, Callable, tuple]]:
+    mesh, options = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y")), {"check_vma": False}
+    rows = lambda a, b: (lax.psum(a @ b, "x"), lax.all_gather(a, "x", axis=1, tiled=True) + lax.psum(lax.axis_index("y"), "y"))  # noqa: E731
+    part = lambda a: lax.psum_scatter(lax.psum_scatter(a * lax.axis_index("x"), "x", tiled=True), "y", tiled=True)  # noqa: E731
+    by_hand = jax.shard_map(rows, mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=(P(), P()), **options)
+    scattered = jax.shard_map(part, mesh=mesh, in_specs=P(None, "x"), out_specs=P(("x", "y")), **options)
+    return [("by hand", by_hand, (real(4, 6), real(6, 2))), ("scattered", scattered, (real(4, 6),))]
+
+
+FAMILIES = (unary, binary, pointwise, products, convolutions, reductions, windows, shapes, lookups, randoms, manual)
 SLOW = (special, more_convolutions, matrices)  # the compiler takes seconds over each

@@ -1,4 +1,4 @@
-"""Run one op part by part, as devices would, and put its results together again. No devices are needed."""
+"""Run one op part by part, as devices would, and put its results together again. Only an op with collectives of its own needs devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
+from autopar.emit.collectives import axis_index
 from autopar.emit.lower import Place, lower
 from autopar.ir.graph import Aval, Constant, Op
 from autopar.ir.mesh import LogicalMesh
@@ -19,6 +21,7 @@ from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import Strategy, is_legal, operand_sharding, result_sharding
 from autopar.rules import rule_for
+from autopar.rules.inside import inside
 from autopar.trace import compat
 from autopar.trace.normalise import normalise_params
 
@@ -173,19 +176,35 @@ def run(case: Case, strategy: Strategy, rng: np.random.Generator, mesh: LogicalM
     for n, (aval, x) in enumerate(zip(case.avals_in, case.operands, strict=True)):
         spread.append(scatter(x, operand_sharding(rule, strategy, n), aval, mesh, rng, as_written))
 
-    @jax.jit
-    def on(device: Any, parts: Any) -> Any:
-        bind = partial(_bind, case.equation)
-        here = place(device, mesh)
-        return lower(bind, case.op, dict(case.equation.params), rule, strategy, *avals, parts, here, as_written=as_written)
+    def on(here: Place, parts: Sequence[Any]) -> tuple[Any, ...]:
+        bind, avals = partial(_bind, case.equation), (case.avals_in, case.avals_out)
+        params, more = dict(case.equation.params), {"as_written": as_written, "equation": case.equation}
+        return lower(bind, case.op, params, rule, strategy, *avals, parts, here, **more)
 
-    avals = case.avals_in, case.avals_out
-    local: list[list[np.ndarray]] = [[] for _ in case.op.results]
-    for device in range(mesh.num_devices):
-        parts = [_array(pieces[device], aval) for pieces, aval in zip(spread, case.avals_in, strict=True)]
-        for n, x in enumerate(on(device, parts)):
-            local[n].append(_data(x))
+    parts = [[_array(pieces[d], aval) for pieces, aval in zip(spread, case.avals_in, strict=True)] for d in range(mesh.num_devices)]
+    together = bool(rule.manual and strategy.cuts) or bool(inside(case.op, rule, strategy, case.avals_in, mesh))
+    found = _together(on, parts, mesh) if together else _one_by_one(on, parts, mesh)
+    local = [[_data(x) for x in results] for results in zip(*found, strict=True)]
     return [collect(local[n], result_sharding(rule, strategy, n), aval, mesh) for n, aval in enumerate(case.avals_out)]
+
+
+def _one_by_one(on: Callable, parts: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+    """The results on each device, none of which hears of another."""
+    compiled = jax.jit(lambda device, mine: on(place(device, mesh), mine))
+    return [compiled(device, mine) for device, mine in enumerate(parts)]
+
+
+def _together(on: Callable, parts: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+    """The results on each device where the op has collectives of its own, which takes real devices."""
+    devices = Mesh(np.array(jax.devices()[: mesh.num_devices]).reshape(mesh.sizes), mesh.names)
+    each = PartitionSpec(mesh.names)
+
+    def run(*stacked: Any) -> tuple[Any, ...]:
+        return tuple(x[None] for x in on(Place(mesh, axis_index), [x[0] for x in stacked]))
+
+    stacked = [jnp.stack(pieces) for pieces in zip(*parts, strict=True)]
+    results = jax.jit(jax.shard_map(run, mesh=devices, in_specs=each, out_specs=each, check_vma=False))(*stacked)
+    return [tuple(x[d] for x in results) for d in range(mesh.num_devices)]
 
 
 def _bind(equation: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:

@@ -126,6 +126,21 @@ def test_results_agree_within_the_tolerance_and_the_worst_leaf_is_named():
         case.compare(expected, found, {**META, "exact": ["['far']"]})
 
 
+def test_beyond_its_tolerance_a_leaf_agrees_where_it_is_as_near_to_float64_as_one_device():
+    function = lambda x: jnp.sum(x) * jnp.ones(2)  # noqa: E731
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(1000), jnp.float32)
+    truth = lambda: case.in_float64(function, (x,))  # noqa: E731
+    exact, tight = truth()[0], {**META, "rtol": 0.0, "atol": 0.0}
+    one_device = (exact + 1e-6).astype(np.float32)
+    assert exact.dtype == np.float64 and exact[0] == pytest.approx(float(np.sum(np.asarray(x, np.float64))))
+    case.compare(one_device, (exact - 1.5e-6).astype(np.float32), tight, truth=truth)
+    for far in ((exact + 1e-3).astype(np.float32), np.array([exact[0], np.nan], np.float32)):
+        with pytest.raises(case.Differs):
+            case.compare(one_device, far, tight, truth=truth)
+    with pytest.raises(case.Differs):
+        case.compare(one_device, (exact - 1.5e-6).astype(np.float32), {**tight, "exact": [""]}, truth=truth)
+
+
 def test_distances_are_in_units_of_the_tolerance():
     assert case.leaf_distance(np.array([1.0, 2.0]), np.array([1.0, 2.1]), 0.0, 0.1) == pytest.approx(1.0)
     assert case.leaf_distance(np.array([1.0]), np.array([1.0]), 0.0, 0.0) == 0.0

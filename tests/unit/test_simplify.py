@@ -110,3 +110,9 @@ def test_what_leaves_the_program_keeps_its_weak_type():
     weak = jax.ShapeDtypeStruct((), jnp.float32, weak_type=True)
     found = graph(lambda x, w: (x, w.astype(jnp.float32)), X, weak)
     assert [found.aval(o).weak_type for o in found.outputs] == [False, False]
+
+
+def test_of_a_branch_for_a_platform_that_no_plan_is_for_only_the_other_one_stands():
+    function = lambda x, **named: lax.platform_dependent(x, default=jnp.sin, **named)  # noqa: E731
+    assert primitives(lambda x: function(x, mosaic=jnp.cos), X) == ["sin"]
+    assert "branch_join" in primitives(lambda x: function(x, tpu=jnp.cos), X)

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from autopar.compiler import fingerprint_of
 from autopar.errors import TraceError
+from autopar.rules import rule_for
 from autopar.trace.trace import trace
 
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -156,12 +157,32 @@ def test_a_bare_constraint_without_any_mesh_fails_as_in_jax():
         trace(constrained, (X,))
 
 
-def test_a_shard_map_of_the_users_own_is_refused_with_its_line():
-    def function(x):
-        return jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=Mesh(jax.devices(), ("data",)), in_specs=P("data"), out_specs=P())(x)
+def by_hand(body, outs):
+    return jax.shard_map(body, mesh=Mesh(jax.devices(), ("data",)), in_specs=P("data"), out_specs=outs, check_vma=False)
 
-    with pytest.raises(TraceError, match=r"`shard_map` at .*test_trace.py:\d+ is written for one mesh by hand"):
-        trace(function, (X,))
+
+def test_a_shard_map_of_the_users_own_is_one_op_with_its_specs():
+    traced = trace(lambda x: by_hand(lambda x: jax.lax.psum(x, "data"), P())(x) + 1, (X,))
+    assert [op.primitive for op in traced.graph.ops] == ["shard_map", "add"]
+    region = traced.graph.ops[0]
+    assert region.param("axis_sizes") == (("data", 8),)
+    assert region.param("in_dims") == ((("data",), ()),) and region.param("out_dims") == (((), ()),)
+    assert not any("Device" in str(value) for _, value in region.params)
+
+
+def test_a_shard_map_where_no_plan_can_take_its_part_is_refused_with_its_line():
+    def loud(x):
+        return jax.lax.scan(lambda c, _: (by_hand(looking, P("data"))(c), None), x, None, length=2)[0]
+
+    def looking(x):
+        jax.debug.print("{x}", x=x.sum())
+        return x
+
+    with pytest.raises(TraceError, match=r"`shard_map` at .*test_trace.py:\d+ stands inside a `scan` with effects at .*Take it out"):
+        trace(loud, (X,))
+    grouped = lambda x: jax.lax.psum(x, "data", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]])  # noqa: E731
+    with pytest.raises(TraceError, match=r"`psum` at .*test_trace.py:\d+, in the `shard_map` at .*test_trace.py:\d+, is not supported"):
+        trace(lambda x: by_hand(grouped, P("data"))(x), (X,))
 
 
 # --- device_put -----------------------------------------------------------------------------------------------------------------------
@@ -212,3 +233,15 @@ def test_a_device_put_in_a_loop_that_stays_closed_is_dropped_and_noted():
 def test_the_gradient_of_a_device_put_keeps_no_device():
     traced = trace(jax.grad(lambda x: jnp.sum(jnp.sin(jax.device_put(x, on("data"))))), (X,))
     assert "device_put" not in primitives(traced)
+
+
+def test_a_linear_solve_is_its_solve_alone_which_is_cut_along_its_batch():
+    def step(a, b):
+        return jax.grad(lambda b: jnp.linalg.solve(a, b).sum())(b) + jax.scipy.sparse.linalg.cg(lambda x: 2 * x, b[0], maxiter=3)[0]
+
+    graph = trace(step, (jnp.ones((8, 4, 4)), jnp.ones((8, 4, 1)))).graph
+    found = [op.primitive for op in graph.ops]
+    assert "custom_linear_solve" not in found
+    assert found.count("lu") == 1 and found.count("triangular_solve") == 2 and "while" in {r.kind for r in graph.regions}
+    solve = next(op for op in graph.ops if op.primitive == "triangular_solve")
+    assert rule_for(solve, graph.aval).factors == ("b0",)
