@@ -122,7 +122,7 @@ def options_of(given: Mapping[str, Any]) -> Options:
     """`Options` from the values of flags. Raises `UsageError` for one that makes no sense."""
     fields = dict(given)
     memory, pins, names = fields.pop("memory_bytes"), fields.pop("pins"), fields.pop("axis_names")
-    count, batch = fields.pop("microbatches"), fields.pop("batch_argnums")
+    count, batch = fields.pop("microbatches", "auto"), fields.pop("batch_argnums", None)
     fields |= {"zero": int(fields["zero"])} if str(fields.get("zero")).isdigit() else {}
     return Options(
         microbatches=int(count) if count.isdigit() else count,

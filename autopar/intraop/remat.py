@@ -79,14 +79,13 @@ class Variants:
         return sum(graph.avals[v].nbytes for v in kept) / devices
 
     def needed_at_least(self, devices: int) -> float:
-        """Bytes on a device that the program needs however it is cut, with all made again that the mode allows: the state, what is kept
-        at narrow places, and the operands and results of the largest op.
+        """About the bytes on a device that the program needs however it is cut, with all made again that the mode allows: the state, what
+        is kept at narrow places, and the operands and results of the largest product.
         """
         if self.mode != "auto":
             return self.held_at_least(devices)
         graph = self.graph
-        late = {o for op in graph.ops if op.phase != "forward" for o in op.inputs}
-        kept = {*graph.inputs, *(v for v in self.narrow if v in late)}
+        kept = {*graph.inputs, *self.narrow}
         products = (op for op in graph.ops if op.primitive in MATMULS)
         largest = max((sum(graph.avals[v].nbytes for v in {*op.inputs, *op.results} - kept) for op in products), default=0)
         return (sum(graph.avals[v].nbytes for v in kept) + largest) / devices
