@@ -104,10 +104,16 @@ def _is_made_in(ops: Ops, value: int, phase: str) -> bool:
 
 
 def forward_values(ops: Ops, layer_of: Sequence[int]) -> Iterable[tuple[int, int, float]]:
-    """Activations that cross borders: (layer that makes it, last layer that reads it in forward, bytes)."""
+    """Activations that cross borders: (layer that makes it, last layer that reads it in forward, bytes).
+
+    Weights that several layers read are among them: they live in the first of these layers, and go to the others once per step.
+    """
     for value, (maker, readers) in _readers(ops, layer_of, "forward").items():
         if max(readers) > maker:
             yield maker, max(readers), float(ops.nbytes[value])
+    for value, layers in _known_in(ops, layer_of).items():
+        if ops.weights[value] > 0 and len(layers) > 1:
+            yield min(layers), max(layers), float(ops.weights[value])
 
 
 def backward_values(ops: Ops, layer_of: Sequence[int]) -> Iterable[tuple[int, int, float]]:

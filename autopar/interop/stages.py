@@ -63,6 +63,10 @@ class Grid:
     memory_bytes: float | None = None
     parts: Callable[[Submesh], float] = lambda submesh: submesh.size
 
+    def __post_init__(self) -> None:
+        if not self.submeshes or (self.memory_bytes is not None and not self.memory_bytes > 0):
+            raise UsageError(f"a grid needs submeshes and memory, not {self.submeshes} and {self.memory_bytes} bytes.")
+
     @property
     def size(self) -> int:
         """Devices in all."""

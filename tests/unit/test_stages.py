@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -240,6 +241,17 @@ def test_borders_that_do_not_fit_the_layers_are_refused():
         Chain(("a", "b"), (0.0, 1.0, 1.0), (0.0, 1.0, 0.0))
     with pytest.raises(UsageError, match="at least one layer"):
         Chain((), (0.0,), (0.0,))
+
+
+def test_searches_that_make_no_sense_are_refused():
+    grid = Grid(1, 1, submeshes(1, 1), fast)
+    chain, oracle = uniform(2, grid)
+    for formulas, options in (([], {}), ([Formula("1f1b", 2)], {"max_stages": 0}), ([Formula("1f1b", 2)], {"gap": 1.0})):
+        with pytest.raises(UsageError, match="give one schedule or more"):
+            plan_stages(chain, grid, oracle, formulas, **options)
+    for changed in ({"submeshes": ()}, {"memory_bytes": 0.0}):
+        with pytest.raises(UsageError, match="a grid needs submeshes and memory"):
+            replace(grid, **changed)
 
 
 def test_a_value_crosses_every_border_up_to_its_last_reader():
