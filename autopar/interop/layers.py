@@ -29,6 +29,7 @@ AROUND = 32
 MOST = 1_000
 """Borders that are weighed where any will do: those that least crosses."""
 
+
 @dataclass(frozen=True)
 class Layers:
     """`layer_of[i]` is op i's layer, or `belong.JOIN`. `begins` are the forward ops with which layers begin, the first op left out.

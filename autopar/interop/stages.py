@@ -144,6 +144,19 @@ class StagePlan:
     def microbatches(self) -> int:
         return self.formula.microbatches
 
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(first layer, layer after the last) of each stage of the schedule, as data flows.
+
+        Interleaving deals each device's share out in chunks: stage `c * devices + d` is chunk c of device d. A share is priced as if it
+        were in one piece, which is right where all layers but the first and the last are of one class, and else an estimate.
+        """
+        v, at, found = self.formula.chunks, 0, []
+        for stage in self.stages * v:
+            found.append((at, at + (stage.stop - stage.start) // v))
+            at = found[-1][1]
+        return tuple(found)
+
     @cached_property
     def simulation(self) -> Simulation:
         """The plan in time. Interleaved stages run as equal chunks, and what the last device gives back crosses the dearest hop."""
