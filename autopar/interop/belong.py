@@ -34,9 +34,11 @@ def owners(ops: Ops, begins: Sequence[int]) -> tuple[int, ...]:
             found[i] = _leads_to(ops, i, found, known, readers)
         elif i in loose:
             found[i] = _moved(ops, i, found, readers)
+    takes: dict[int, set[int]] = {}
     for i, phase in enumerate(ops.phase):
         if phase == "update" and found[i] == JOIN:
-            found[i] = _follows(ops, i, found)
+            takes[i] = _takes_from(ops, i, found, takes)
+            found[i] = next(iter(takes[i])) if len(takes[i]) == 1 else JOIN
     return tuple(found)
 
 
@@ -93,10 +95,10 @@ def _leads_to(ops: Ops, i: int, layer_of: Sequence[int], known: dict[int, set[in
     return found.pop() if len(found) == 1 else JOIN
 
 
-def _follows(ops: Ops, i: int, layer_of: Sequence[int]) -> int:
-    """The layer of the gradients and of what else of one layer an op of the update reads."""
-    layers = {layer_of[ops.made[v]] for v in ops.reads[i] if ops.made[v] >= 0 and ops.phase[ops.made[v]] != "forward"} - {JOIN}
-    return layers.pop() if len(layers) == 1 else JOIN
+def _takes_from(ops: Ops, i: int, layer_of: Sequence[int], takes: dict[int, set[int]]) -> set[int]:
+    """The layers from which an op of the update takes gradients or state, be it through others that lead to no parameter."""
+    makers = {int(ops.made[v]) for v in ops.reads[i] if ops.made[v] >= 0 and ops.phase[ops.made[v]] != "forward"}
+    return set().union(*(takes.get(m, {layer_of[m]} - {JOIN}) for m in makers))
 
 
 def _is_made_in(ops: Ops, value: int, phase: str) -> bool:
@@ -104,10 +106,16 @@ def _is_made_in(ops: Ops, value: int, phase: str) -> bool:
 
 
 def forward_values(ops: Ops, layer_of: Sequence[int]) -> Iterable[tuple[int, int, float]]:
-    """Activations that cross borders: (layer that makes it, last layer that reads it in forward, bytes)."""
+    """Activations that cross borders: (layer that makes it, last layer that reads it in forward, bytes).
+
+    Weights that several layers read are among them: they live in the first of these layers, and go to the others once per step.
+    """
     for value, (maker, readers) in _readers(ops, layer_of, "forward").items():
         if max(readers) > maker:
             yield maker, max(readers), float(ops.nbytes[value])
+    for value, layers in _known_in(ops, layer_of).items():
+        if ops.weights[value] > 0 and len(layers) > 1:
+            yield min(layers), max(layers), float(ops.weights[value])
 
 
 def backward_values(ops: Ops, layer_of: Sequence[int]) -> Iterable[tuple[int, int, float]]:

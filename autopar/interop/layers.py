@@ -3,7 +3,7 @@
 The border before a forward op is crossed by the values that are made before it and read from it on. A *narrow place* is a border that
 less crosses than those around it, up to a rise on both sides: the residual stream between two blocks, a level of a U-Net with its skips.
 Layers are cut there, all blocks alike, since equal blocks are narrow at equal places; only where there are fewer narrow places than
-borders wanted, anywhere. Among cuts whose dearest layer costs little more than it must, those that least crosses are taken.
+borders wanted, anywhere.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.errors import UsageError
 from autopar.interop.belong import JOIN, backward_values, forward_values, owners
+from autopar.interop.cut import Flags, Line, best_cut
 from autopar.interop.ops import Ops
 from autopar.interop.stages import Chain, crossings
 from autopar.ir.problem import Floats, Ints
 
-Flags = NDArray[np.bool_]
-
 RISE = 1.2
 """A place is narrow where more than so many times its bytes cross on both sides of it."""
 
+AROUND = 32
+"""Ops on either side of a place by which it is known again in other blocks."""
+
 MOST = 1_000
 """Borders that are weighed where any will do: those that least crosses."""
+
 
 @dataclass(frozen=True)
 class Layers:
@@ -44,9 +46,8 @@ class Layers:
 def find_layers(ops: Ops, count: int, begins: Sequence[int] = (), slack: float = 0.2) -> Layers:
     """Cuts a program into `count` layers, one of which begins at each op of `begins`.
 
-    The dearest layer costs at most `1 + slack` times what the dearest one of the most even cut does, and the cheapest at least half of
-    what it can then. Raises `UsageError` for more layers than
-    there are borders, or an op of `begins` that no layer can begin with.
+    `slack` is how much dearer than it must be the dearest layer may be (`cut.best_cut`). Raises `UsageError` for more layers than there
+    are borders, or an op of `begins` that no layer can begin with.
     """
     forward = ops.forward
     height = crossing_bytes(ops)
@@ -58,7 +59,8 @@ def find_layers(ops: Ops, count: int, begins: Sequence[int] = (), slack: float =
             f"Ask for {len(given) + 1} to {int(may[1:].sum()) + 1} layers."
         )
     places = _places(height, may, given, count)
-    borders = _best_cut(np.append(0.0, np.cumsum(ops.cost[forward])), height, places, given, count, slack)
+    line = Line(np.append(0.0, np.cumsum(ops.cost[forward])), height, tuple(given), _kinds(ops, forward))
+    borders = best_cut(line, places, count, slack)
     return layers_at(ops, [int(forward[p]) for p in borders])
 
 
@@ -78,14 +80,25 @@ def layers_at(ops: Ops, begins: Sequence[int]) -> Layers:
 
 
 def _contents(ops: Ops, members: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Equal numbers for layers whose ops are equal one by one and read each other alike."""
+    """Equal numbers for layers whose ops are equal one by one and read each other alike; the update's in any order."""
     numbers: dict[Hashable, int] = {}
-    found = []
-    for some in members:
-        place = {value: n for n, i in enumerate(some) for value in ops.makes[i]}
-        key = tuple((int(ops.classes[i]), tuple(place.get(v, JOIN) for v in ops.reads[i])) for i in some)
-        found.append(numbers.setdefault(key, len(numbers)))
-    return tuple(found)
+    return tuple(numbers.setdefault(_content(ops, some), len(numbers)) for some in members)
+
+
+def _content(ops: Ops, members: Sequence[int]) -> Hashable:
+    """What a layer's ops do, as far as it does not depend on which layer it is. Leaves of state may be updated in another order."""
+    names: dict[int, Hashable] = {}
+    rows: list[Hashable] = []
+    updates: list[int] = []
+    for n, i in enumerate(members):
+        row = (int(ops.classes[i]), tuple(names.get(v, JOIN) for v in ops.reads[i]))
+        name = hash(row) if ops.phase[i] == "update" else n
+        names.update({v: (name, k) for k, v in enumerate(ops.makes[i])})
+        if ops.phase[i] == "update":
+            updates.append(name)
+        else:
+            rows.append(row)
+    return tuple(rows), tuple(sorted(updates))
 
 
 def crossing_bytes(ops: Ops) -> Floats:
@@ -140,52 +153,7 @@ def _places(height: Floats, may: Flags, given: Sequence[int], count: int) -> lis
     return sorted({int(p) for p in lowest} | narrow)
 
 
-def _best_cut(total: Floats, height: Floats, places: Sequence[int], given: Sequence[int], count: int, slack: float) -> list[int]:
-    """The borders that least crosses, by dynamic programming over places; among equals the most even ones.
-
-    `total[p]` is the cost of all before place p. The unevenness is scaled to less than one byte.
-    """
-    ends = np.array([0, *places, len(total) - 1])
-    part = total[ends][None, :] - total[ends][:, None]
-    part[_skips(ends, given)] = np.inf
-    cap = _most_even(part, count) * (1 + slack)
-    part = np.where(part <= cap, part, np.inf)
-    part = np.where(part >= _least_share(part, count) / 2, part, np.inf)
-    mean = max(float(total[-1]) / count, np.finfo(float).tiny)
-    uneven = np.square(part / mean - 1)
-    scale = 0.5 / (count * (1.0 + np.max(uneven, where=np.isfinite(uneven), initial=0.0)))
-    price = np.append(0.0, np.append(height[list(places)], 0.0))[None, :] + scale * uneven
-    best, back = price[0], []
-    for _ in range(count - 1):
-        through = best[:, None] + price
-        back.append(np.argmin(through, axis=0))
-        best = np.min(through, axis=0)
-    at, found = len(ends) - 1, []
-    for pointers in reversed(back):
-        at = int(pointers[at])
-        found.append(int(ends[at]))
-    return found[::-1]
-
-
-def _skips(ends: Ints, given: Sequence[int]) -> Flags:
-    """Which pairs of places are no layer: not in order, or with a given border between them."""
-    passed = np.searchsorted(np.array(given, np.int64), ends, side="left")
-    upto = np.searchsorted(np.array(given, np.int64), ends, side="right")
-    return (ends[:, None] >= ends[None, :]) | (upto[:, None] < passed[None, :])
-
-
-def _most_even(part: Floats, count: int) -> float:
-    """The least cost that the dearest of so many layers can have; infinite parts are none."""
-    best = part[0]
-    for _ in range(count - 1):
-        best = np.min(np.maximum(best[:, None], part), axis=0)
-    return float(best[-1])
-
-
-def _least_share(part: Floats, count: int) -> float:
-    """The most that the cheapest of so many layers can cost."""
-    worth = np.where(np.isfinite(part), part, -1.0)
-    best = worth[0]
-    for _ in range(count - 1):
-        best = np.max(np.minimum(best[:, None], worth), axis=0)
-    return float(best[-1])
+def _kinds(ops: Ops, forward: Ints) -> list[tuple[int, ...]]:
+    """For each place among forward ops what the ops around it do."""
+    classes = ops.classes[forward].tolist()
+    return [tuple(classes[max(0, p - AROUND) : p + AROUND]) for p in range(len(classes))]

@@ -21,6 +21,7 @@ class Ops:
     Per op: `phase`, `cost` (FLOPs or seconds), `classes` (equal for ops that do the same to equal shapes), `reads`, the values that it
     reads, and `joined`, whether it must stand in one layer with the forward op before it, as inside a loop. Per value: `made`, the op
     that makes it or -1 for inputs, and `nbytes`, 0 for what each stage has or makes by itself: inputs, state, what follows from it, masks.
+    `weights` are the bytes of state and of what follows from it and constants alone, 0 for all else.
     """
 
     phase: tuple[Phase, ...]
@@ -30,6 +31,7 @@ class Ops:
     joined: tuple[bool, ...]
     made: Ints
     nbytes: Floats
+    weights: Floats
 
     @property
     def forward(self) -> Ints:
@@ -47,7 +49,14 @@ class Ops:
 
 def ops_of(graph: Graph, carried: Sequence[tuple[int, int]]) -> Ops:
     """The arrays of a graph, with FLOPs as costs. `carried` pairs input and output positions of one piece of state."""
-    fixed = fed_by_state(graph, carried) | graph.free | frozenset(graph.inputs)
+    sizes = np.array([float(aval.nbytes) for aval in graph.avals])
+    inputs = frozenset(graph.inputs)
+    known = fed_by_state(graph, carried)
+    fixed = known | graph.free | inputs
+    state = {graph.inputs[i] for i, _ in carried}
+    for op in graph.ops:
+        if not state.isdisjoint(op.inputs):
+            state.update(known.intersection(op.results))
     work = [costs.flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results]) for op in graph.ops]
     made = np.full(len(graph.avals), -1)
     for value, i in graph.producer.items():
@@ -60,7 +69,8 @@ def ops_of(graph: Graph, carried: Sequence[tuple[int, int]]) -> Ops:
         tuple(op.inputs for op in graph.ops),
         tuple(i in inside for i in range(len(graph.ops))),
         made,
-        np.array([0.0 if v in fixed else float(aval.nbytes) for v, aval in enumerate(graph.avals)]),
+        np.where([v in fixed for v in range(len(sizes))], 0.0, sizes),
+        np.where([v in state for v in range(len(sizes))], sizes, 0.0),
     )
 
 

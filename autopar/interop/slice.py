@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 
+from autopar.errors import UsageError
 from autopar.interop.shortage import shortage
 from autopar.interop.stages import Chain, Grid, Oracle, StagePlan
 from autopar.interop.sweep import Found, Frame, least_devices, sweep
@@ -45,6 +46,8 @@ def plan_stages(
     of microbatches, submesh and class of ranges. Raises `InfeasibleError`, which says what the nearest plan's fullest stage
     lacks, where no plan fits `grid.memory_bytes`.
     """
+    if not formulas or (max_stages is not None and max_stages < 1) or not 0 <= gap < 1:
+        raise UsageError(f"give one schedule or more, max_stages of 1 or more and a gap in [0, 1), not {formulas}, {max_stages} and {gap}.")
     levels = min(chain.num_layers, grid.size, max_stages or chain.num_layers)
     known: dict[int, Tables] = {}
     best: StagePlan | None = None
@@ -65,22 +68,20 @@ def best_stages(table: Tables, grid: Grid, formula: Formula, levels: int, cutoff
     as little as one would settles it, if its plan does so in truth. Else each number of stages is a search of its own, those near that
     plan's first; numbers are passed over from one on for which a search that lets more stages take and hold as little finds nothing better.
     """
-    search = Search(table, grid, formula, gap)
-    if not formula.counts_all:
-        return search.run(1, levels, cutoff)
-    best: StagePlan | None = None
-    easy = search.run(1, levels, cutoff)
-    if easy is None or search.holds(easy):
-        return easy
-    below = levels + 1
-    for count in sorted(_counts(formula, table.num_layers, levels), key=lambda count: (abs(count - len(easy.stages)), count)):
+    easy = Search(table, grid, formula, gap, 1, levels)
+    best = easy.run(cutoff)
+    if best is None or not formula.counts_all or easy.holds(best):
+        return best
+    near, best, below = len(best.stages), None, levels + 1
+    exactly = formula.name == "interleaved"
+    for count in sorted(_counts(formula, table.num_layers, levels), key=lambda count: (abs(count - near), count)):
         limit = best.seconds if best else cutoff
         if count >= below:
             continue
-        if best and search.run(count, levels, limit, first=True) is None:
+        if best and Search(table, grid, formula, gap, count, levels).run(limit, first=True) is None:
             below = count
         else:
-            best = search.run(count, count, limit, exactly=formula.name == "interleaved") or best
+            best = Search(table, grid, formula, gap, count, count, exactly).run(limit) or best
     return best
 
 
@@ -109,38 +110,38 @@ class _Box:
 
 
 class Search:
-    """Branch and bound over the peaks' bounds, for one schedule over one table."""
+    """Branch and bound over the peaks' bounds, for one schedule over one table.
 
-    def __init__(self, table: Tables, grid: Grid, formula: Formula, gap: float):
+    Stages take and hold what they would among `count`. There are at most `levels` of them, or `exactly` as many.
+    """
+
+    def __init__(self, table: Tables, grid: Grid, formula: Formula, gap: float, count: int, levels: int, exactly: bool = False):
         self.table, self.grid, self.formula, self.gap = table, grid, formula, gap
-        self.frame = Frame(table.row, table.units, table.total)
-
-    def run(self, count: int, levels: int, cutoff: float, exactly: bool = False, first: bool = False) -> StagePlan | None:
-        """The fastest plan that takes less than `cutoff`, if stages took and held what they would among `count`.
-
-        It has at most `levels` stages, or `exactly` as many. With `first` any such plan will do.
-        """
         self.count, self.levels, self.exactly = count, levels, exactly
-        self.sums, self.hop_sums, peaks = formula_arrays(self.table, self.formula, count)
+        self.frame = Frame(table.row, table.units, table.total)
+        self.sums, self.hop_sums, peaks = formula_arrays(table, formula, count)
         self.weights = [weight for weight, _, _ in peaks]
         self.peaks = [(stage, hop) for _, stage, hop in peaks]
         self.values = [_sorted(stage, hop) for stage, hop in self.peaks]
+        self.limit = np.inf if grid.memory_bytes is None else grid.memory_bytes
         self.fits: dict[Flight, Floats] = {}
         self.best: StagePlan | None = None
+        self.value = np.inf
+
+    def run(self, cutoff: float, first: bool = False) -> StagePlan | None:
+        """The fastest plan that takes less than `cutoff`, or the `first` that is found."""
         self.value = cutoff
-        if not np.isfinite(self.sums).any():
-            return None
-        low = tuple(self._least(r) for r in range(len(self.peaks)))
-        self._climb(low)
-        if self.best is None or not first:
-            self._branch(low, first)
+        if np.isfinite(self.sums).any():
+            low = tuple(self._least(r) for r in range(len(self.peaks)))
+            self._climb(low)
+            if self.best is None or not first:
+                self._branch(low, first)
         return self.best
 
     def holds(self, plan: StagePlan) -> bool:
         """Whether a plan takes and holds, among as many stages as it has, no more than was found for it."""
-        limit = np.inf if self.grid.memory_bytes is None else self.grid.memory_bytes
         whole = self.formula.name != "interleaved" or plan.microbatches % len(plan.stages) == 0
-        return whole and plan.seconds <= self.value * (1 + 1e-9) and all(stage.nbytes <= limit for stage in plan.stages)
+        return whole and plan.seconds <= self.value * (1 + 1e-9) and all(stage.nbytes <= self.limit for stage in plan.stages)
 
     def _branch(self, low: tuple[int, ...], first: bool) -> None:
         """Boxes by their bounds, until none can hold a better plan."""
@@ -245,8 +246,7 @@ class Search:
         """Which choices fit the memory at a position from the end."""
         flight = self.formula.flight(position, max(self.count, position))
         if flight not in self.fits:
-            limit = np.inf if self.grid.memory_bytes is None else self.grid.memory_bytes
-            self.fits[flight] = np.where(self.table.nbytes(flight) <= limit, self.sums, np.inf)
+            self.fits[flight] = np.where(self.table.nbytes(flight) <= self.limit, self.sums, np.inf)
         return self.fits[flight]
 
     def _allowed(self, position: int, bounds: Sequence[float]) -> Floats:

@@ -63,6 +63,10 @@ class Grid:
     memory_bytes: float | None = None
     parts: Callable[[Submesh], float] = lambda submesh: submesh.size
 
+    def __post_init__(self) -> None:
+        if not self.submeshes or (self.memory_bytes is not None and not self.memory_bytes > 0):
+            raise UsageError(f"a grid needs submeshes and memory, not {self.submeshes} and {self.memory_bytes} bytes.")
+
     @property
     def size(self) -> int:
         """Devices in all."""
@@ -139,6 +143,19 @@ class StagePlan:
     @property
     def microbatches(self) -> int:
         return self.formula.microbatches
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(first layer, layer after the last) of each stage of the schedule, as data flows.
+
+        Interleaving deals each device's share out in chunks: stage `c * devices + d` is chunk c of device d. A share is priced as if it
+        were in one piece, which is right where all layers but the first and the last are of one class, and else an estimate.
+        """
+        v, at, found = self.formula.chunks, 0, []
+        for stage in self.stages * v:
+            found.append((at, at + (stage.stop - stage.start) // v))
+            at = found[-1][1]
+        return tuple(found)
 
     @cached_property
     def simulation(self) -> Simulation:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from autopar.errors import ScheduleError
 from autopar.schedule.check import check
+from autopar.schedule.costs import StageCost, Transfer
+from autopar.schedule.formulas import Flight, Formula
 from autopar.schedule.forward import forward
 from autopar.schedule.gpipe import gpipe
 from autopar.schedule.interleaved import interleaved
 from autopar.schedule.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from autopar.schedule.simulate import Simulation, simulate
 from autopar.schedule.tasks import Buffer, Schedule, Task
 from autopar.schedule.zero_bubble import zero_bubble
 
@@ -36,4 +39,17 @@ Task(kind='F', stage=0, microbatch=2), Task(kind='B', stage=0, microbatch=1), Ta
     return BUILDERS[name](devices, microbatches)
 
 
-__all__ = ["BUILDERS", "Buffer", "Schedule", "Task", "build", "check"]
+__all__ = [
+    "BUILDERS",
+    "Buffer",
+    "Flight",
+    "Formula",
+    "Schedule",
+    "Simulation",
+    "StageCost",
+    "Task",
+    "Transfer",
+    "build",
+    "check",
+    "simulate",
+]

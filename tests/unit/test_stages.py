@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -197,6 +198,17 @@ def test_seven_layers_on_four_devices_are_cut_unevenly_not_refused():
     assert sorted(stage.stop - stage.start for stage in plan.stages) == [1, 2, 2, 2]
 
 
+def test_shares_of_an_interleaved_plan_are_dealt_out_in_chunks():
+    grid = Grid(4, 1, (Submesh(1, 1),), fast)
+    chain, oracle = uniform(16, grid)
+    plan = plan_stages(chain, grid, oracle, [Formula("interleaved", 8, 2)])
+    assert plan.pieces == tuple((k, k + 2) for k in range(0, 16, 2))
+    assert plan.simulation.makespan_s == pytest.approx(plan.seconds)
+    straight = plan_stages(chain, grid, oracle, [Formula("1f1b", 8)])
+    assert straight.pieces == tuple((stage.start, stage.stop) for stage in straight.stages)
+    assert plan.seconds < straight.seconds
+
+
 def test_a_short_memory_takes_the_schedule_that_holds_less():
     grid = Grid(4, 2, submeshes(4, 2), fast)
     chain, oracle = uniform(8, grid, residual=16.0)
@@ -240,6 +252,17 @@ def test_borders_that_do_not_fit_the_layers_are_refused():
         Chain(("a", "b"), (0.0, 1.0, 1.0), (0.0, 1.0, 0.0))
     with pytest.raises(UsageError, match="at least one layer"):
         Chain((), (0.0,), (0.0,))
+
+
+def test_searches_that_make_no_sense_are_refused():
+    grid = Grid(1, 1, submeshes(1, 1), fast)
+    chain, oracle = uniform(2, grid)
+    for formulas, options in (([], {}), ([Formula("1f1b", 2)], {"max_stages": 0}), ([Formula("1f1b", 2)], {"gap": 1.0})):
+        with pytest.raises(UsageError, match="give one schedule or more"):
+            plan_stages(chain, grid, oracle, formulas, **options)
+    for changed in ({"submeshes": ()}, {"memory_bytes": 0.0}):
+        with pytest.raises(UsageError, match="a grid needs submeshes and memory"):
+            replace(grid, **changed)
 
 
 def test_a_value_crosses_every_border_up_to_its_last_reader():
