@@ -1,11 +1,11 @@
 """Forced plans on small models beside one device: numbers, collectives, and which parts of the rules ran.
 
     python -m benchmarks.forced [--model gpt-tiny ...] [--mesh 8 --mesh 2x4 ...] [--seeds N] [--seed S] [--json -]
-        [--kind random|optimum|slow-link|fast-link|tight-memory|remat ...] [--dtype float64|float32|bfloat16]
+        [--kind random|optimum|slow-link|fast-link|tight-memory|remat|microbatch ...] [--dtype float64|float32|bfloat16]
 
 A random plan takes any legal strategy for every op, with at least half of the FLOPs cut; `remat` is one of the step that makes all it
-can again. The other kinds are optima: for the machine at hand, for synthetic links, and for barely enough memory. Exit status 1 where
-a row does not pass.
+can again, `microbatch` of the step as two or four microbatches (models that cannot run so are left out). The other kinds are optima: for
+the machine at hand, for synthetic links, and for barely enough memory. Exit status 1 where a row does not pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.costs import Pricer
 from autopar.emit.compare import CollectiveCheck, compare_collectives
 from autopar.emit.hlo import read_collectives
 from autopar.emit.manual import Emission
-from autopar.errors import InfeasibleError, SolverError
+from autopar.errors import InfeasibleError, MicrobatchError, SolverError
 from autopar.intraop.choose import Chosen
 from autopar.intraop.forced import cut_share, random_plan
 from autopar.intraop.price import collectives
@@ -40,9 +40,10 @@ from autopar.models.base import suggestion
 from autopar.runtime.executor import Executable, Owned, make_mesh
 from benchmarks import coverage
 from benchmarks.common import add_json_option, finish
-from benchmarks.programs import BARS, QUICK, SMALL, Program, fed_back, repeated, zoo
+from benchmarks.programs import BARS, QUICK, SMALL, Program, divided, fed_back, repeated, zoo
 
-KINDS = ("random", "optimum", "slow-link", "fast-link", "tight-memory", "remat")
+KINDS = ("random", "optimum", "slow-link", "fast-link", "tight-memory", "remat", "microbatch")
+RANDOM = ("random", "remat", "microbatch")
 MESHES = ((8,), (2, 4), (3,), (1,))
 AXES = ("x", "y", "z")
 HALF = 0.5
@@ -83,7 +84,7 @@ def logical(sizes: Sequence[int]) -> LogicalMesh:
 
 def plan_for(program: Program, mesh: LogicalMesh, kind: str, seed: int) -> tuple[ShardingPlan, Pricer]:
     """A plan of this kind, and the prices it was made with."""
-    if kind in ("random", "remat"):
+    if kind in RANDOM:
         pricer = Pricer(cost_models.load_cluster(f"fast-link:{mesh.num_devices}"), mesh)
         return _random(program, pricer, seed), pricer
     cluster = cost_models.load_cluster(f"{'host' if kind == 'optimum' else kind}:{mesh.num_devices}", measure=False)
@@ -144,9 +145,18 @@ def check(program: Program, plan: ShardingPlan, pricer: Pricer) -> tuple[tuple[f
     return worst, compare_collectives(collectives(graph, program.rules, plan, pricer), compiled, platform, plan.mesh)
 
 
+def variant(program: Program, kind: str, seed: int) -> Program | None:
+    """The program of which plans of this kind are; None where there is none."""
+    try:
+        with program.mode:
+            return repeated(program) if kind == "remat" else divided(program, 2 + 2 * (seed % 2)) if kind == "microbatch" else program
+    except MicrobatchError:
+        return None
+
+
 def row(program: Program, sizes: Sequence[int], kind: str, seed: int, seen: coverage.Ran) -> Row:
     """Plan, run and compare; whatever is raised becomes the row's detail. What ran is added to `seen`."""
-    program = repeated(program) if kind == "remat" else program
+    program = variant(program, kind, seed) or program
     begin, mesh, graph = time.monotonic(), logical(sizes), program.traced.graph
     share, passes, planned, worst, found, status, detail = 0.0, 0, 0, (float("inf"), ""), None, "error", ""
     try:
@@ -189,8 +199,9 @@ def rows(
     for program in programs:
         for sizes in meshes:
             for kind in kinds:
-                for seed in seeds if kind in ("random", "remat") else seeds[:1]:
-                    yield row(program, sizes, kind, seed, seen)
+                for seed in seeds if kind in RANDOM else seeds[:1]:
+                    if variant(program, kind, seed) is not None:
+                        yield row(program, sizes, kind, seed, seen)
 
 
 def table(found: Sequence[Row]) -> str:
