@@ -399,6 +399,6 @@ def test_a_region_by_hand_is_cut_by_the_axes_of_its_own_names_and_sizes_or_not_a
 
 def test_the_lowering_table_is_frozen_in_the_methods_of_the_rules() -> None:
     op, avals = harness.ops(lambda: lax.iota(jnp.int32, 8))[0]
-    rule = replace(harness.rule_of(op, avals), methods=(("i0", "halo"),))
+    rule = replace(harness.rule_of(op, avals), methods=(("i0", "unheard"),))
     with pytest.raises(CheckError, match="no lowering"):
         lower(lambda p, x: [], op, {"shape": (8,)}, rule, Strategy((("i0", ("x",)),)), (), avals, [], harness.place(0))
