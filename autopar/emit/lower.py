@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -52,8 +53,8 @@ def lower(
 ) -> tuple[Any, ...]:
     """The local results of `op` under `strategy`, from local operands in the shardings that the strategy needs.
 
-    `params` are JAX's own, as is `equation`; `ids` names the collectives that the op itself contains, `received` what collectives of
-    ops have brought already. Narrow floats that are partial sums arrive and leave in float32, and what makes them is computed in
+    `params` are JAX's own, as is `equation`; `ids` names the collectives that the op itself contains, `received` what those of
+    other ops have brought already. Narrow floats that are partial sums arrive and leave in float32, and what makes them is computed in
     float32, unless `as_written`. Raises `CheckError` where a local operand or result is not what rule and strategy say.
     """
     bind = whole_region(equation, op) if op.primitive == "shard_map" else bind
@@ -70,12 +71,17 @@ def lower(
     elif acts_on_host(op) and place.mesh.num_devices > 1:
         results = once(bind, op, params, operands, place)
     else:
-        params, operands = _widened(op.primitive, params, operands, place.platform) if wide else (params, operands)
+        method = _method(op, rule, strategy)
+        widen = partial(_widened, op.primitive, params, platform=place.platform)
+        if wide and method != "halo":  # borders travel as narrow as they come
+            params, operands = widen(operands)
+        elif wide:
+            params, _ = widen(operands)
         shapes = [tuple(jnp.shape(x)) for x in operands], [shape for shape, _ in expected]
         local = localise(op.primitive, params, rule, strategy, place.mesh, *shapes)
         call = Call(op, equation, bind, local, params, rule, strategy, tuple(avals_in), shapes[1], place, wide)
-        call = replace(call, ids=ids, received={} if received is None else received)
-        results = METHODS[_method(op, rule, strategy)](call, operands)
+        call = replace(call, ids=ids, received={} if received is None else received, widen=lambda xs: widen(xs)[1] if wide else list(xs))
+        results = METHODS[method](call, operands)
     if wide:
         results = [x if x.dtype == dtype else x.astype(dtype) for x, (_, dtype) in zip(results, expected, strict=True)]
     _check("result", op, rule, strategy, results, expected)

@@ -20,9 +20,9 @@ def windows_by_blocks(call: Call, operands: Sequence[Any]) -> list[Any]:
     params = {**call.params, "padding": _padding(call, found)}
     if call.primitive == "select_and_scatter_add":
         source, x = operands
-        (wide,) = call.bind(params, [source, _bordered(call, x, found, ids)])
+        (wide,) = call.bind(params, call.widen([source, _bordered(call, x, found, ids)]))
         return [_returned(call, wide, found, ids)]
-    return list(call.bind(params, [_bordered(call, operands[0], found, ids), *operands[1:]]))
+    return list(call.bind(params, call.widen([_bordered(call, operands[0], found, ids), *operands[1:]])))
 
 
 def _padding(call: Call, found: Sequence[Reach]) -> tuple[tuple[int, int], ...]:

@@ -30,7 +30,7 @@ class Call:
     """An op on one device: `params` are for local shapes, `whole_params` as traced. `wide`: partial sums are held in float32.
 
     `equation` is JAX's own; `ids` names the collectives that the op itself contains, in order; `received` holds what those of other
-    ops have brought, by name.
+    ops have brought, by name. `widen` takes operands that came narrow to what `wide` asks for, where the method does so itself.
     """
 
     op: Op
@@ -46,6 +46,7 @@ class Call:
     wide: bool
     ids: tuple[str, ...] = ()
     received: dict[str, Any] = field(default_factory=dict)
+    widen: Callable[[Sequence[Any]], list[Any]] = list
 
     @property
     def primitive(self) -> str:

@@ -81,8 +81,8 @@ def check_strategy(rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh) ->
             raise IllegalStrategyError(f"factor `{factor}` of rule `{rule}` must not be cut.")
         if rule.size[factor] % mesh.size(axes):
             raise IllegalStrategyError(f"factor `{factor}` of size {rule.size[factor]} does not divide by {mesh.size(axes)}.")
-    if rule.manual and any(strategy.axes(f) for f in rule.manual) and any(strategy.axes(f) != (f,) for f in rule.manual):
-        raise IllegalStrategyError(f"factors {sorted(rule.manual)} are mesh axes: each is cut by itself, and all or none: {strategy}.")
+    if any(strategy.axes(f) for f in rule.manual) and any(strategy.axes(f) != (f,) or mesh.size((f,)) != rule.size[f] for f in rule.manual):
+        raise IllegalStrategyError(f"factors {sorted(rule.manual)} are mesh axes: each is cut by itself, all or none: {strategy}.")
     for dims in (*rule.operands, *rule.results):
         for dim in dims:
             if not _contiguous(dim, strategy, rule, mesh):

@@ -73,7 +73,7 @@ def filler(op: Op) -> str:
     """What padding has: `zero`, or the `least` or `greatest` number."""
     extremes = {"reduce_window_max": "least", "reduce_window_min": "greatest"}
     if op.primitive in RETURNING:
-        return "least" if op.param("select_prim") == "ge" or "ge" in str(op.param("select_prim")) else "greatest"
+        return "least" if "ge" in str(op.param("select_prim")) else "greatest"
     return extremes.get(op.primitive, "zero")
 
 

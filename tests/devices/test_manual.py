@@ -27,7 +27,7 @@ def made(name: str) -> Program:
     return program(name, step, args)
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (3,)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 2), (3,)], ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_region_gives_its_numbers_on_its_own_mesh_and_on_others(name, sizes):
     row = forced.row(made(name), sizes, "fast-link", 0, Counter())

@@ -86,6 +86,21 @@ def test_random_plans_cut_by_the_method_and_run_as_planned(name, sizes):
     assert any(method == METHODS[name] for _, method, _ in seen)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_borders_of_narrow_floats_travel_as_they_are_and_serve_both_a_convolution_and_its_gradient(dtype):
+    def step(x, w):
+        conv = lambda x, w: lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))  # noqa: E731
+        return jax.grad(lambda x, w: (conv(x, w) ** 2).sum(), (0, 1))(x, w)
+
+    args = [jnp.asarray(normal(n, *shape), dtype) for n, shape in enumerate(((2, 24, 2), (3, 2, 4)))]
+    truth = [np.asarray(x) for x in step(*(np.asarray(x, np.float32) for x in args))]
+    subject, seen = program("narrow", step, args, "bfloat16", truth), Counter()
+    for seed in range(4):
+        row = forced.row(subject, (8,), "random", seed, seen)
+        assert row.status == "agree", forced.table([row])
+    assert ("conv_general_dilated", "halo") in {(primitive, method) for primitive, method, _ in seen}
+
+
 def collectives(function: Callable[..., Any], *args: Any) -> list[tuple[str, int, str]]:
     plan = autopar.plan(function, args, "fast-link:8")
     checked = plan.verify(function, args)

@@ -18,6 +18,7 @@ from jax import lax
 from autopar.emit.lower import METHODS, lower
 from autopar.errors import CheckError, RuleError
 from autopar.ir.graph import BOUNDARY, GATE, Aval, Constant, Op
+from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import Pass
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import WHOLE, Strategy, is_legal, result_sharding
@@ -383,8 +384,21 @@ def test_a_merged_dimension_is_cut_in_order() -> None:
     assert legal == {("f0", "f1"): True, ("f0", ""): True, ("", "f1"): False, ("", ""): True}
 
 
+def test_a_region_by_hand_is_cut_by_the_axes_of_its_own_names_and_sizes_or_not_at_all() -> None:
+    params = {"axis_sizes": (("x", 4), ("y", 2)), "in_dims": ((("x",), ("y",)),), "out_dims": (((), ("y", "x")),), "acts": False}
+    op = Op("shard_map", tuple(params.items()), (0,), (1,))
+    rule = harness.rule_of(op, (Aval((8, 8), "float32"), Aval((8, 8), "float32")))
+    both = Strategy((("x", ("x",)), ("y", ("y",))))
+    assert str(rule) == "(x 0.0) (y 0.1) -> 1.0 (y x)"
+    assert is_legal(rule, both, LogicalMesh(("y", "x"), (2, 4)))
+    assert not is_legal(rule, both, LogicalMesh(("x", "y"), (2, 2)))
+    assert not is_legal(rule, Strategy((("x", ("x",)),)), LogicalMesh(("x", "y"), (4, 2)))
+    assert not is_legal(rule, Strategy((("x", ("z",)), ("y", ("y",)))), LogicalMesh(("z", "y"), (4, 2)))
+    assert result_sharding(rule, both, 0) == TensorSharding(((), ("y", "x")))
+
+
 def test_the_lowering_table_is_frozen_in_the_methods_of_the_rules() -> None:
     op, avals = harness.ops(lambda: lax.iota(jnp.int32, 8))[0]
-    rule = replace(harness.rule_of(op, avals), methods=(("i0", "halo"),))
+    rule = replace(harness.rule_of(op, avals), methods=(("i0", "unheard"),))
     with pytest.raises(CheckError, match="no lowering"):
         lower(lambda p, x: [], op, {"shape": (8,)}, rule, Strategy((("i0", ("x",)),)), (), avals, [], harness.place(0))
