@@ -20,11 +20,10 @@ from autopar.ir.rule import ShardingRule
 from autopar.ir.strategy import Strategy
 from autopar.rules import local_function
 from autopar.trace import compat
-from autopar.trace.microbatch import divide
+from autopar.trace.microbatch import divide, separate
 from autopar.trace.program import Equation
 from autopar.trace.recompute import recompute, repeatable
 from autopar.trace.roles import batch_leaves
-from autopar.trace.separate import separate
 from autopar.trace.trace import Traced
 
 

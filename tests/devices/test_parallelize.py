@@ -56,7 +56,7 @@ def unsolvable(monkeypatch):
     def solve(*args, **kwargs):
         raise AssertionError("the solver was called")
 
-    monkeypatch.setattr(autopar.compiler, "choose", solve)
+    monkeypatch.setattr(autopar.compiler.steps, "choose", solve)
 
 
 def mesh_of(kind, sizes=(2, 4)):

@@ -20,9 +20,9 @@ from autopar.rules.passing import is_zero
 from autopar.trace import compat
 from autopar.trace.flatten import Builder, Where
 from autopar.trace.hoist import grouped
+from autopar.trace.microbatch.separate import Separation
 from autopar.trace.order import compact, live
 from autopar.trace.program import Equation, Flattened, Program
-from autopar.trace.separate import Separation
 from autopar.trace.simplify import simplify
 
 Lower = Callable[..., Sequence[Any]]

@@ -1,0 +1,73 @@
+"""The compile for each number of microbatches that is worth it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from autopar.compiler.compilation import Compilation
+from autopar.compiler.steps import run
+from autopar.errors import InfeasibleError, MicrobatchError
+from autopar.trace.roles import batch_leaves
+
+
+def compile_plan(compilation: Compilation) -> Compilation:
+    """Run every step in order, for each number of microbatches that is worth it; the fastest plan is taken."""
+    asked = 1 if compilation.restriction is not None and compilation.options.microbatches == "auto" else compilation.options.microbatches
+    with without_collector():
+        if isinstance(asked, int):
+            return run(replace(compilation, microbatches=asked))
+        return _as_memory_asks(compilation)
+
+
+def _as_memory_asks(c: Compilation) -> Compilation:
+    """The whole batch at once where it fits as it is; else twice as many microbatches each time, until that is no faster.
+
+    Where nothing fits, the error is that of the whole batch.
+    """
+    best: Compilation | None = None
+    tried: list[str] = []
+    for count in _counts(c):
+        words = "the whole batch at once" if count == 1 else f"{count} microbatches"
+        c.progress(words)
+        try:
+            below = None if best is None else best.seconds_per_step
+            found = run(replace(c, microbatches=count, below=below, least=False, tried=tuple(tried)))
+        except MicrobatchError:
+            break
+        except InfeasibleError:
+            tried.append(f"{words}: nothing fits")
+            if best is not None:
+                break
+            continue
+        if best is not None and found.seconds_per_step >= best.seconds_per_step:
+            break
+        best = found
+        tried.append(f"{words}: {found.seconds_per_step * 1e3:.4g} ms")
+        if not found.makes_again:
+            break
+    return best or run(c)
+
+
+def _counts(c: Compilation) -> Iterator[int]:
+    """Numbers of microbatches to try: 1, 2, 4, ..., as far as the batch divides."""
+    batch = batch_leaves(c.traced.signature, c.traced.roles, c.traced.graph, c.options.batch_argnums)
+    size = c.traced.graph.avals[c.traced.graph.inputs[batch[0]]].shape[0] if batch else 1
+    count = 1
+    while size % count == 0 and count <= size:
+        yield count
+        count *= 2
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Python's cycle collector at rest: it takes a third of planning's time to look through millions of objects that all stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
