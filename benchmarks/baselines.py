@@ -30,8 +30,8 @@ from benchmarks.common import add_json_option, finish
 
 CASES = (
     "gpt-350m@h100-sxm:8@64@layers=2",
-    "gpt-2.6b@a100-80:8@32@layers=2",
-    "llama3-8b@v5e:8@16@layers=1,seq=4096",
+    "gpt-2.6b@a100-80:8@32@layers=1",
+    "llama3-8b@h100-sxm:8@16@layers=1,seq=4096",
     "moe-1.3b@a100-40:8@64@layers=2",
     "vit-l16@v5e:8@256@layers=2",
     "t5-base@v100-p3:8@64@layers=1",
@@ -39,8 +39,8 @@ CASES = (
     "mlp-small@h100-sxm:8@4096",
     "mlp-wide@h100-sxm:8@64",
     "gpt-2.6b@h100-sxm:8x8@256@layers=1",
-    "mlp-wide@h100-sxm:8x8@64",
     "mlp-small@v5e:8x8@4096",
+    "mlp-wide@h100-sxm:8x8@64",
 )
 MEASURED = ("mlp-tiny", "gpt-tiny", "llama-tiny", "moe-tiny", "vit-tiny", "wresnet-tiny")
 DEVICES = 8
