@@ -30,8 +30,8 @@ from benchmarks.common import add_json_option, finish
 
 CASES = (
     "gpt-350m@h100-sxm:8@64@layers=2",
-    "gpt-2.6b@a100-80:8@32@layers=2",
-    "llama3-8b@v5e:8@16@layers=1,seq=4096",
+    "gpt-2.6b@a100-80:8@32@layers=1",
+    "llama3-8b@h100-sxm:8@16@layers=1,seq=4096",
     "moe-1.3b@a100-40:8@64@layers=2",
     "vit-l16@v5e:8@256@layers=2",
     "t5-base@v100-p3:8@64@layers=1",
@@ -39,8 +39,8 @@ CASES = (
     "mlp-small@h100-sxm:8@4096",
     "mlp-wide@h100-sxm:8@64",
     "gpt-2.6b@h100-sxm:8x8@256@layers=1",
-    "mlp-wide@h100-sxm:8x8@64",
     "mlp-small@v5e:8x8@4096",
+    "mlp-wide@h100-sxm:8x8@64",
 )
 MEASURED = ("mlp-tiny", "gpt-tiny", "llama-tiny", "moe-tiny", "vit-tiny", "wresnet-tiny")
 DEVICES = 8
@@ -127,12 +127,16 @@ def markdown(rows: Sequence[Row], command: str) -> str:
 _HEADER = ("model", "cluster", "batch", "kind", "plan ms", "data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "grid", "best")
 PAGE = """# The plan beside what people do by hand
 
-Made by `{command}`. Each number is a baseline's step time over the plan's: 1.10 means that the plan is faster by a tenth. All are priced on
-the same cost models; `-` does not fit the memory. FSDP is ZeRO-3 that makes every block's activations again. The grid is the best of all
-data x tensor shapes, with and without sequence parallelism, ZeRO levels, and what is made again. Models have their published widths
-and fewer layers. *measured* rows ran on eight simulated devices that share this machine's cores, plan and hand-written `jit` shardings in
-turn (median step): they say what a step costs there, not on accelerators. There `grid` is 2 x 4 by column and row, and `best` counts
-the step with everything on every device too.
+Made by `{command}`.
+
+Each number is a baseline's step time over the plan's: 1.10 means that the plan is faster by a tenth, below 1 that the baseline is. *Priced*
+rows are priced on the same cost models; `-` does not fit the memory. FSDP is ZeRO-3 that makes every block's activations again. The grid
+is the best of all data x tensor shapes, with and without sequence parallelism, ZeRO levels, and what is made again. Models have their
+published widths and fewer layers.
+
+*Measured* rows ran on eight simulated devices that share one machine's cores, plan and hand-written `jit` shardings in turn (median
+step). They say what a step costs there, not on accelerators, and swing with what else the machine does. There ZeRO-2 and FSDP are not run,
+`grid` is 2 x 4 by column and row, and `best` counts the step with everything on every device too.
 
 {table}
 """
@@ -151,6 +155,13 @@ def _numbers(rows: Sequence[Row]) -> list[str]:
     best = min((x for x in ratio.values() if x is not None), default=None)
     shown = [ratio.get(name) for name in _HEADER[5:-1]]
     return [f"{1e3 * (mine.step_time_s or 0):.4g}", *("-" if x is None else f"{x:.3f}" for x in (*shown, best))]
+
+
+def _command(options: argparse.Namespace) -> str:
+    """What makes a page like this one."""
+    cases = [] if options.cases == CASES else list(options.cases)
+    words = [*cases, *["--measure"] * options.measure, "--markdown", options.markdown]
+    return " ".join(["python -m benchmarks.baselines", *words])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -174,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{case}: {error}", file=sys.stderr)
     rows += measured(MEASURED, options.rounds) if options.measure else []
     if options.markdown:
-        Path(options.markdown).write_text(markdown(rows, " ".join(["python -m benchmarks.baselines", *(argv or sys.argv[1:])])))
+        Path(options.markdown).write_text(markdown(rows, _command(options)))
     for r in beaten(rows):
         print(f"faster than the plan: {r.model} on {r.cluster}: {r.name} ({r.setting}), {r.ratio:.5f} of its time", file=sys.stderr)
     return finish(rows, not failed and not beaten(rows), table(rows), options.json)

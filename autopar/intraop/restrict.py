@@ -106,7 +106,7 @@ class Limits:
         if self.graph.ops[i].primitive not in MATMULS:
             return False
         sides = [{f for d in dims for f in d} for dims in self.rules[i].operands[:2]]
-        return any(("expert", n) in self.labels.factors[i][f] for f in sides[0] & sides[1] for n in (self.rules[i].size[f],))
+        return any(("expert", self.rules[i].size[f]) in self.labels.factors[i][f] for f in sides[0] & sides[1])
 
     def _is_state_work(self, i: int, axis: str, updating: bool) -> bool:
         """Whether op i works on state or gradients that `zero` lets this axis share out: nothing in it belongs to one example."""
@@ -135,7 +135,8 @@ class Limits:
             first.setdefault((id(self.rules[i]), self.graph.ops[i].phase, self.tag(i), choices.key(j)), j)
         some = list(first.values())
         updating = any(self.graph.ops[i].phase == "update" for i in ops)
-        kept = [s for s in range(count) if all(self.allows(ops[j], choices.op(j, s), mesh, updating) for j in some)]
+        allowed = [s for s in range(count) if all(self.allows(ops[j], choices.op(j, s), mesh, updating) for j in some)]
+        kept = _where(allowed, range(count))  # a user's constraint in the program outranks what axes are for
         for axis in mesh.names:
             role = self.restriction.role(axis)
             if role is None:

@@ -198,6 +198,15 @@ def test_batch_argnums_says_what_the_batch_is_where_nothing_is_state():
     assert [leaf.sharding.dims for leaf in plan.inputs] == [((), ()), ((), ()), (("data",), ())]
 
 
+def test_a_constraint_in_the_program_outranks_what_an_axis_is_for():
+    def step(w, x):
+        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), jax.P("tensor", None))
+        return w - 0.1 * (x.T @ hidden), hidden.sum()
+
+    plan = autopar.manual(step, (shape(64, 64), shape(16, 64)), FAST, tensor=8)
+    assert plan.solve.status == "optimal" and any(c.axes == ("tensor",) for c in plan.collectives)
+
+
 @pytest.mark.parametrize(
     ("named", "word"),
     [
