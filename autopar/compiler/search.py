@@ -25,7 +25,7 @@ def compile_plan(compilation: Compilation) -> Compilation:
 def _as_memory_asks(c: Compilation) -> Compilation:
     """The whole batch at once where it fits as it is; else twice as many microbatches each time, until that is no faster.
 
-    Where nothing fits, the error is that of the whole batch.
+    Where nothing fits, what holds least is tried, and if that does not fit either, named by the error.
     """
     best: Compilation | None = None
     tried: list[str] = []
@@ -48,7 +48,26 @@ def _as_memory_asks(c: Compilation) -> Compilation:
         tried.append(f"{words}: {found.seconds_per_step * 1e3:.4g} ms")
         if not found.makes_again:
             break
-    return best or run(c)
+    return best or _holding_least(c)
+
+
+def _holding_least(c: Compilation) -> Compilation:
+    """A plan that only what holds least allows, with as many microbatches as make that less. Raises the least bad `InfeasibleError`."""
+    refused: InfeasibleError | None = None
+    for count in _counts(c):
+        c.progress(f"what holds least, with {count} microbatches" if count > 1 else "what holds least")
+        try:
+            return run(replace(c, microbatches=count))
+        except MicrobatchError:
+            break
+        except InfeasibleError as error:
+            if refused is not None and not 0 < error.peak_bytes < refused.peak_bytes:
+                break
+            refused = error
+        if not c.least or not refused.peak_bytes:
+            break
+    assert refused is not None
+    raise refused
 
 
 def _counts(c: Compilation) -> Iterator[int]:

@@ -392,12 +392,11 @@ def test_random_plans_of_a_model(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("mesh", [(8,), (2, 4), (3,)], ids=str)
-@pytest.mark.parametrize("name", [n for n in SMALL if n != "wresnet-tiny"])
-def test_random_plans(name, mesh, seed):
-    program = divided(zoo(name), (2, 4)[seed])
-    plan, pricer = forced.plan_for(program, forced.logical(mesh), "random", seed)
+@pytest.mark.parametrize(("mesh", "count"), [((8,), 2), ((2, 4), 4)], ids=str)
+@pytest.mark.parametrize("name", [n for n in SMALL if n not in ("wresnet-tiny", "unet-tiny")])
+def test_random_plans(name, mesh, count):
+    program = divided(zoo(name), count)
+    plan, pricer = forced.plan_for(program, forced.logical(mesh), "random", count)
     (worst, leaf), found = forced.check(program, plan, pricer)
     assert worst < EXACT and found.agree, (worst, leaf, found)
 

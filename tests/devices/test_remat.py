@@ -59,7 +59,7 @@ def deep_arguments():
 
 def plan_deep(devices: int, memory: float | None, remat: str = "auto", checkpoint: bool = False) -> autopar.Plan:
     cluster = cost_models.load_cluster(f"host:{devices}", measure=False)
-    options = autopar.Options(memory_bytes=None if memory is None else int(memory), remat=remat, axis_names=("x",))
+    options = autopar.Options(memory_bytes=None if memory is None else int(memory), remat=remat, axis_names=("x",), microbatches=1)
     return autopar.plan(deep_step(checkpoint), deep_arguments(), cluster, options=options)
 
 

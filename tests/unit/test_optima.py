@@ -43,7 +43,7 @@ def places(plan):
 
 
 def test_large_experts_stay_where_they_are_and_tokens_are_exchanged():
-    groups, tokens, width, experts, hidden, capacity = 64, 256, 256, 64, 8192, 4
+    groups, tokens, width, experts, hidden, capacity = 256, 256, 256, 64, 8192, 4
 
     def loss(p, x):
         gates = jax.nn.softmax(x @ p["gate"])

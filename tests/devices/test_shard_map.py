@@ -87,5 +87,5 @@ def test_what_no_batch_of_devices_runs_is_an_error_with_its_line():
         body = lambda x: jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct(x.shape, x.dtype), x)  # noqa: E731
         return jax.shard_map(body, mesh=manual_steps.mesh(), in_specs=P("y"), out_specs=P("y"), check_vma=False)(x)
 
-    with pytest.raises(UsageError, match=r"`shard_map` at .*test_manual.py:\d+ cannot run .*its own axes \(x=2, y=4\)"):
+    with pytest.raises(UsageError, match=r"`shard_map` at .*test_shard_map.py:\d+ cannot run .*its own axes \(x=2, y=4\)"):
         autopar.parallelize(step, Mesh(jax.devices()[:3], ("q",)))(np.arange(8.0, dtype=np.float32))
