@@ -48,16 +48,19 @@ def manual(
     same state, but for what `zero` shares out: nothing (0), the optimiser's state (1), gradients too (2), parameters too (3).
     `tensor` cuts anything but the batch at ops with parameters, and the sequence only between them, if `sequence_parallel`. Which
     dimensions are the batch and the sequence is read off the arguments that are not state (`Labels`). Within all this the
-    programme chooses. `remat`, and the other `options`, are as in `plan`.
+    programme chooses. The batch runs as `microbatches` times `accumulate` parts, one after the other. `remat`, and the other `options`,
+    are as in `plan`.
 
-    Raises `UsageError` for sizes that do not fit the cluster, and for `pipeline`, `microbatches`, `interleave` or `accumulate` above 1,
-    which are not supported yet; otherwise what `plan` raises.
+    Raises `UsageError` for sizes that do not fit the cluster, and for `pipeline` or `interleave` above 1, which are not supported yet;
+    otherwise what `plan` raises.
     """
     sizes: dict[Role, int] = {"data": data, "expert": expert, "context": context, "tensor": tensor}
-    _refuse(pipeline=pipeline, microbatches=microbatches, interleave=interleave, accumulate=accumulate, schedule=schedule)
+    _refuse(pipeline=pipeline, interleave=interleave, schedule=schedule)
+    for name, n in (("microbatches", microbatches), ("accumulate", accumulate)):
+        _check_size(name, n)
     check_callable(function)
     check_arguments(args, kwargs)
-    asked = replace(options_or(options), remat=remat, zero=checks.zero_level(zero))
+    asked = replace(options_or(options), remat=remat, zero=checks.zero_level(zero), microbatches=microbatches * accumulate)
     priced, _, _ = resolve_cluster(cluster)
     mesh, restriction = named_mesh(sizes, priced.num_devices, zero, sequence_parallel)
     asked = static_options(function, asked)
@@ -85,7 +88,7 @@ def named_mesh(sizes: Mapping[Role, int], devices: int, zero: Any, sequence_para
 
 def _check_size(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{name} must be a number of devices, 1 or more, not {value!r}.")
+        raise UsageError(f"{name} must be a whole number, 1 or more, not {value!r}.")
 
 
 def _refuse(**given: Any) -> None:

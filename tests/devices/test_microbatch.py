@@ -274,6 +274,16 @@ def test_what_is_added_up_is_reduced_once():
     assert len(sums) == 3 and {c.times for c in sums} == {1}
 
 
+def test_named_parallelism_in_microbatches():
+    """Data parallelism reduces gradients once a step, tensor parallelism its activations once a microbatch."""
+    step, args = models.build("gpt-tiny", abstract=False, dtype="float64", param_dtype="float64", layers=1)
+    plan = autopar.manual(step, args, FAST, data=4, tensor=2, microbatches=3, accumulate=2)
+    report = plan.verify(step, args, steps=1)
+    assert plan.microbatches == 6 and report.numbers.agree and report.collectives.agree, report
+    times = {axes: {c.times for c in plan.collectives if c.kind == "all_reduce" and c.axes == axes} for axes in (("data",), ("tensor",))}
+    assert times[("data",)] == {1} and 6 in times[("tensor",)]
+
+
 def test_forward_only():
     """Without state the batch is named, and outputs per example are put together again."""
 
