@@ -88,7 +88,7 @@ def plan_for(program: Program, mesh: LogicalMesh, kind: str, seed: int) -> tuple
         pricer = Pricer(cost_models.load_cluster(f"fast-link:{mesh.num_devices}"), mesh)
         return _random(program, pricer, seed), pricer
     cluster = cost_models.load_cluster(f"{'host' if kind == 'optimum' else kind}:{mesh.num_devices}", measure=False)
-    free = _optimum(program, cluster, mesh, Options(remat="none"))
+    free = _optimum(program, cluster, mesh, Options(remat="none", microbatches=1))
     chosen = _tight(program, cluster, mesh, free) if kind == "tight-memory" else free
     return chosen.plan, chosen.pricer
 
@@ -116,7 +116,7 @@ def _tight(program: Program, cluster: Any, mesh: LogicalMesh, free: Chosen) -> C
     since what is small enough to be left out of the memory rows depends on the budget, and the free plan need not have been proven.
     """
     for share in _SHARES:
-        options = Options(memory_bytes=int(free.peak_bytes * share), time_limit_s=_PATIENCE_S, remat="none")
+        options = Options(memory_bytes=int(free.peak_bytes * share), time_limit_s=_PATIENCE_S, remat="none", microbatches=1)
         try:
             return _optimum(program, cluster, mesh, options)
         except (InfeasibleError, SolverError):

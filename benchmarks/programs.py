@@ -208,6 +208,11 @@ def _numbers(leaf: Any) -> np.ndarray:
     return array.astype(wide) if jnp.issubdtype(leaf.dtype, jnp.inexact) else array
 
 
+def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """`a - b` where both are finite, and else nothing."""
+    return np.subtract(a, b, out=np.zeros_like(a), where=np.isfinite(a) & np.isfinite(b))
+
+
 def _norm(x: np.ndarray, order: float) -> float:
     return float(np.linalg.norm(np.ravel(x), order)) if x.size else 0.0
 
@@ -215,7 +220,7 @@ def _norm(x: np.ndarray, order: float) -> float:
 def _floor(a: Any, shaken: Any, order: float, bar: float) -> float:
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return 0.0
-    noise = _norm(_numbers(a) - _numbers(shaken), order)
+    noise = _norm(_difference(_numbers(a), _numbers(shaken)), order)
     return 20 * noise / bar if 10 * noise > bar * _norm(_numbers(a), order) else 0.0
 
 
@@ -229,5 +234,5 @@ def _relative(actual: Any, expected: Any, floor: float, order: float) -> float:
     finite = np.isfinite(e)
     if not np.array_equal(a[~finite], e[~finite], equal_nan=True) or not np.all(np.isfinite(a[finite])):
         return float("inf")
-    difference, size = _norm(np.where(finite, a - e, 0), order), _norm(np.where(finite, e, 0), order) + floor
+    difference, size = _norm(_difference(a, e), order), _norm(np.where(finite, e, 0), order) + floor
     return difference / size if difference else 0.0

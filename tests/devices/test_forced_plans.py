@@ -153,13 +153,19 @@ def assert_everything_runs(subject: Program, sizes: tuple[int, ...], seen: cover
     return found
 
 
+def without_nan(x):
+    """XLA's reductions of maxima over devices lose them in code that is compiled fast."""
+    return jnp.where(jnp.isnan(x), 0, x) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_rule_runs_on_devices(name):
     """All examples of a family are one program; each way that its rules allow runs in one of a few plans."""
     with jax.enable_x64(True):
         examples = [e for e in FAMILIES[name]() if e[0] not in NOT_UNDER_SHARD_MAP]
-        subject = program(name, lambda *args: [f(*a) for (_, f, _), a in zip(examples, args, strict=True)], [a for _, _, a in examples])
+        arguments = [jax.tree.map(without_nan, a) for _, _, a in examples]
+        subject = program(name, lambda *args: [f(*a) for (_, f, _), a in zip(examples, args, strict=True)], arguments)
     seen: coverage.Ran = Counter()
     wanted = coverage.possible(subject.traced.graph, subject.rules, forced.logical((2, 2)))
     assert_everything_runs(subject, (2, 2), seen, wanted)
