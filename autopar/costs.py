@@ -9,7 +9,7 @@ from math import log2, prod
 from typing import Any
 
 from autopar.ir.dtypes import itemsize
-from autopar.ir.graph import BOUNDARY, GATE, Aval, Constant, Graph, Op
+from autopar.ir.graph import BOUNDARY, GATE, MATMULS, Aval, Constant, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import Move, TensorSharding
@@ -17,7 +17,6 @@ from autopar.ir.strategy import Strategy, operand_sharding, result_sharding
 from autopar.rules.inside import Inside, inside
 from cost_models import Shape
 
-MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Ops that move only the part of their operand that they touch: positions of operands whose whole size is not read.
 _TOUCHED = {"gather": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0,), "scatter-add": (0,), "scatter": (0,), "scatter_add": (0,)}
 _TOUCHED |= {"loop_slice": (0,)}

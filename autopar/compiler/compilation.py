@@ -18,6 +18,7 @@ from autopar.ir.restriction import Restriction
 from autopar.ir.rule import ShardingRule
 from autopar.ir.serialize import fingerprint
 from autopar.ir.sharding import TensorSharding
+from autopar.trace.roles import leaves_at
 from autopar.trace.trace import Traced
 
 
@@ -52,7 +53,6 @@ class Compilation:
     candidates: tuple[tuple[str, float], ...] = ()
     plan: Plan | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
-
 
     @property
     def program(self) -> Traced:
@@ -100,10 +100,7 @@ def restriction_of(c: Compilation) -> Restriction | None:
 
 def batch_of(c: Compilation) -> tuple[int, ...] | None:
     """The graph inputs that hold the batch, by position; None where the user does not say."""
-    if not c.options.batch_argnums:
-        return None
-    args, _ = c.traced.signature.rebuild(range(len(c.traced.signature.positions)), with_static=False)
-    return tuple(n for k in c.options.batch_argnums if k < len(args) for n in jax.tree.leaves(args[k]))
+    return leaves_at(c.traced.signature, c.options.batch_argnums) if c.options.batch_argnums else None
 
 
 def logical_meshes(cluster: Any, axis_names: Sequence[str], max_axes: int = 2) -> tuple[LogicalMesh, ...]:

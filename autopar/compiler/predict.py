@@ -7,6 +7,7 @@ from typing import Any
 from autopar import costs
 from autopar.compiler.compilation import Compilation
 from autopar.intraop.price import argument_bytes
+from autopar.ir.graph import MATMULS
 from autopar.ir.plan import Predicted
 
 
@@ -36,7 +37,7 @@ def _matmul_dtypes(c: Compilation) -> dict[str, float]:
     found: dict[str, float] = {}
     graph = c.traced.graph
     for op, times in zip(graph.ops, graph.times, strict=True):
-        if op.primitive in costs.MATMULS:
+        if op.primitive in MATMULS:
             operands = [graph.aval(o) for o in op.operands]
             work = times * costs.flops(op, operands, [graph.avals[r] for r in op.results])
             found[operands[0].dtype] = found.get(operands[0].dtype, 0.0) + work

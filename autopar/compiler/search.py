@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from autopar.compiler.compilation import Compilation
 from autopar.compiler.steps import run
-from autopar.errors import InfeasibleError, MicrobatchError
+from autopar.errors import InfeasibleError, MicrobatchError, SolverError
 from autopar.trace.roles import batch_leaves
 
 
@@ -42,6 +42,10 @@ def _as_memory_asks(c: Compilation) -> Compilation:
             if best is not None:
                 break
             continue
+        except SolverError:  # what was found with fewer microbatches is not lost for want of time
+            if best is None:
+                raise
+            break
         if best is not None and found.seconds_per_step >= best.seconds_per_step:
             break
         best = found

@@ -22,7 +22,7 @@ from autopar.emit.lower_reduce import pair_by_blocks, prefix_by_blocks
 from autopar.emit.place import Bind, Call, Place
 from autopar.errors import CheckError
 from autopar.ir.dtypes import accumulation_dtype
-from autopar.ir.graph import Aval, Constant, Op, Operand
+from autopar.ir.graph import MATMULS, Aval, Constant, Op, Operand
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import Strategy, operand_sharding, result_sharding
@@ -31,7 +31,6 @@ from autopar.trace import compat
 
 __all__ = ["METHODS", "Place", "lower"]
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _WIDEN_AFTER = ("gather", "concatenate", "reshape", "transpose", "broadcast_in_dim")
 
 
@@ -58,6 +57,7 @@ def lower(
     float32, unless `as_written`. Raises `CheckError` where a local operand or result is not what rule and strategy say.
     """
     bind = whole_region(equation, op) if op.primitive == "shard_map" else bind
+    bind = _on_cpu(bind) if op.primitive in MATMULS and place.platform == "cpu" else bind
     operands = [_typed(o, a, x) for o, a, x in zip(op.operands, avals_in, operands, strict=True)]
     wants = [operand_sharding(rule, strategy, n) for n in range(len(avals_in))]
     gives = [result_sharding(rule, strategy, n) for n in range(len(avals_out))]
@@ -139,14 +139,29 @@ def _widened(primitive: str, params: dict[str, Any], operands: Sequence[Any], pl
     the operands of products are widened too: XLA has no code there for a transposed product of bfloat16 that gives float32.
     """
     float32 = jnp.dtype("float32")
-    forced = {"preferred_element_type"} if primitive in _PRODUCTS else set()
+    forced = {"preferred_element_type"} if primitive in MATMULS else set()
     named = {k for k in ("new_dtype", "out_dtype") if params.get(k) is not None and _narrow(params[k])}
     params = params | {k: float32 for k in named | {k for k in forced if params[k] is None or _narrow(params[k])}}
     dtypes = {jnp.result_type(x) for x in operands if jnp.issubdtype(jnp.result_type(x), jnp.inexact)}
-    narrow_first = _WIDEN_AFTER if platform == "cpu" else (*_PRODUCTS, *_WIDEN_AFTER)
+    narrow_first = _WIDEN_AFTER if platform == "cpu" else (*MATMULS, *_WIDEN_AFTER)
     if len(dtypes) <= 1 and primitive in narrow_first:
         return params, list(operands)
     return params, [jnp.asarray(x, float32) if _narrow(jnp.result_type(x)) else x for x in operands]
+
+
+def _on_cpu(bind: Bind) -> Bind:
+    """A product as CPUs can run it: with a float32 result, its narrow operands are widened, which changes no number.
+
+    `_widened` does this for partial sums over devices; sums over microbatches stand in the program as such products.
+    """
+
+    def bound(params: dict[str, Any], operands: Sequence[Any]) -> Sequence[Any]:
+        wanted = params.get("preferred_element_type")
+        if wanted is None or jnp.dtype(wanted) != jnp.dtype("float32"):
+            return bind(params, operands)
+        return bind(params, [jnp.asarray(x, jnp.float32) if _narrow(jnp.result_type(x)) else x for x in operands])
+
+    return bound
 
 
 def _narrow(dtype: Any) -> bool:

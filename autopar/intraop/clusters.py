@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.costs import MATMULS
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import MATMULS, Graph, Op
 from autopar.ir.rule import ShardingRule
 
 _NEVER = MATMULS | {"gather", "scatter-add", "scatter", "sort", "top_k", "optimization_barrier", "pin", "rng_bit_generator"}

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
-from autopar.costs import MATMULS
 from autopar.ir.dtypes import is_key
-from autopar.ir.graph import Graph
+from autopar.ir.graph import MATMULS, Graph
 from autopar.ir.restriction import Label
 from autopar.ir.rule import Dim, Factor, ShardingRule
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopar import costs
 from autopar.costs import Charges, Pricer
 from autopar.intraop.connect import made
-from autopar.ir.graph import Constant, Graph, Op
+from autopar.ir.graph import MATMULS, Constant, Graph, Op
 from autopar.ir.plan import Collective, Leaf, PlannedMove, ShardingPlan, WholeOp
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import TensorSharding
@@ -152,7 +152,7 @@ def whole_ops(
     if plan.mesh.num_devices == 1:
         return ()
     for i, op in enumerate(graph.ops):
-        if plan.strategies[i].cuts or (ruled[i] and op.primitive not in costs.MATMULS):
+        if plan.strategies[i].cuts or (ruled[i] and op.primitive not in MATMULS):
             continue
         work = graph.times[i] * costs.flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results])
         seconds = op_seconds(graph, rules, plan, pricer, charges, i)

@@ -13,14 +13,14 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.costs import MATMULS, Pricer, is_fusible, is_reduction
+from autopar.costs import Pricer, is_fusible, is_reduction
 from autopar.errors import SolverError
 from autopar.intraop.clusters import is_elementwise
 from autopar.intraop.connect import fed_by_state
 from autopar.intraop.enumerate import Pins, enumerate_problem
 from autopar.intraop.shape import Shape
 from autopar.intraop.solvers.highs import minimum_peak, relaxed, solve
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import MATMULS, Graph, Op
 from autopar.ir.problem import Floats, Ints, Problem
 from autopar.trace.recompute import Doubled, doubled, recompute, repeatable
 

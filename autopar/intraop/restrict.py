@@ -6,9 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.costs import MATMULS
 from autopar.intraop.labels import Labels, Pieces, cut_labels, find_labels
-from autopar.ir.graph import Graph
+from autopar.ir.graph import MATMULS, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.restriction import HOME, Label, Restriction
 from autopar.ir.rule import ShardingRule

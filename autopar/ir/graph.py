@@ -20,6 +20,8 @@ ENTERING = frozenset({"loop_carry", "loop_slice", "loop_view", "loop_read"})
 LEAVING = frozenset({"loop_exit", "loop_stack", "loop_test", "branch_join"})
 """Ops that stand after a region's own ops and bring its values out."""
 BOUNDARY = ENTERING | LEAVING
+MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+"""Ops that multiply matrices, convolutions among them."""
 GATE = "gate"
 """An op that gives its operand back, and that no compiler sees through: what it feeds is made again on purpose."""
 ROOT = -1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar import costs
-from autopar.ir.graph import Aval, Graph
+from autopar.ir.graph import MATMULS, Aval, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Collective, Leaf, Plan
 from autopar.ir.sharding import TensorSharding
@@ -98,7 +98,7 @@ def fold_ops(graph: Graph, ops: Iterable[int], most: int = 8) -> list[str]:
     for i in ops:
         op = graph.ops[i]
         place = op.scope or op.source
-        places.setdefault(place, Counter())[op.primitive if op.primitive in costs.MATMULS else "others"] += 1
+        places.setdefault(place, Counter())[op.primitive if op.primitive in MATMULS else "others"] += 1
         work[place] += int(costs.flops(op, [graph.aval(o) for o in op.operands], [graph.avals[r] for r in op.results]))
     alike: dict[tuple[str, str], list[str]] = {}
     for place, counts in sorted(places.items(), key=lambda kv: -work[kv[0]]):

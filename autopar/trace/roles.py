@@ -136,6 +136,23 @@ def _text(path: Path) -> str:
     return "/".join(map(str, path))
 
 
+def leaves_at(signature: Signature, numbers: Sequence[int]) -> tuple[int, ...]:
+    """The traced leaves of these positional arguments, as positions among all that are traced; static ones are none."""
+    args, _ = _by_argument(signature)
+    return tuple(k for n in numbers if n < len(args) for k in args[n])
+
+
+def _by_argument(signature: Signature) -> tuple[list[list[int]], list[list[int]]]:
+    """The traced leaves of each positional and of each keyword argument."""
+    args, kwargs = jax.tree.unflatten(signature.tree, range(signature.tree.num_leaves))
+    traced = {leaf: k for k, leaf in enumerate(signature.positions)}
+
+    def leaves(argument: Any) -> list[int]:
+        return [traced[leaf] for leaf in jax.tree.leaves(argument) if leaf in traced]
+
+    return list(map(leaves, args)), list(map(leaves, kwargs.values()))
+
+
 def batch_leaves(signature: Signature, roles: Roles, graph: Graph, batch_argnums: Sequence[int] = ()) -> tuple[int, ...]:
     """The inputs that are cut along their first dimension to make microbatches, as positions among the graph's inputs.
 
@@ -144,17 +161,15 @@ def batch_leaves(signature: Signature, roles: Roles, graph: Graph, batch_argnums
     """
     state = {i for i, _ in roles.carried}
     avals = [graph.avals[v] for v in graph.inputs]
-    args, kwargs = jax.tree.unflatten(signature.tree, range(signature.tree.num_leaves))
-    traced = {leaf: k for k, leaf in enumerate(signature.positions)}
-    groups = [[traced[leaf] for leaf in jax.tree.leaves(a) if leaf in traced] for a in (*args, *kwargs.values())]
     if batch_argnums:
-        named = [k for n in batch_argnums for k in groups[n] if avals[k].ndim]
+        named = [k for k in leaves_at(signature, batch_argnums) if avals[k].ndim]
         sizes = {avals[k].shape[0] for k in named}
         if len(sizes) > 1:
             raise MicrobatchError(f"the leaves of the batch (batch_argnums={tuple(batch_argnums)}) have first dimensions {sorted(sizes)}.")
         return tuple(named)
     found: dict[int, list[int]] = {}
-    for group in groups:
+    args, kwargs = _by_argument(signature)
+    for group in (*args, *kwargs):
         leaves = [k for k in group if avals[k].ndim]
         sizes = {avals[k].shape[0] for k in leaves}
         if len(sizes) == 1 and not state.issuperset(leaves) and max(sizes) > 1:

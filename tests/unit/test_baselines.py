@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 import pytest
+from deep_step import deep, deep_arguments
 from typer.testing import CliRunner
 
 import cost_models
@@ -51,19 +50,8 @@ def test_a_baseline_that_is_faster_fails_the_comparison(found):
     assert benchmark.beaten([row, replace(row, ratio=None), replace(row, kind="measured")]) == [row]
 
 
-def deep(ws, x):
-    def loss(ws):
-        h = x
-        for w in ws:
-            h = jnp.tanh(jnp.sin(h @ w) @ w.T)
-        return jnp.mean(h**2)
-
-    value, grads = jax.value_and_grad(loss)(ws)
-    return [w - 0.01 * g for w, g in zip(ws, grads, strict=True)], value
-
-
 def test_what_fits_only_when_made_again_is_made_again():
-    args = ([jax.ShapeDtypeStruct((64, 512), jnp.float32)] * 4, jax.ShapeDtypeStruct((2048, 64), jnp.float32))
+    args = deep_arguments()
     peak = api.manual(deep, args, SMALL, data=4).predicted.peak_bytes
     options = api.Options(memory_bytes=int(0.9 * peak))
     attempt = Attempt(trace(deep, args), SMALL, options, 1.0, lambda text: None)

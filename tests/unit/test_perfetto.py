@@ -7,6 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from deep_step import deep, deep_arguments
 from typer.testing import CliRunner
 
 import autopar
@@ -61,19 +62,8 @@ def test_memory_begins_with_the_arguments_and_peaks_where_the_plan_says(plan):
     assert 0.85 * plan.predicted.peak_bytes <= max(held) <= 1.001 * plan.predicted.peak_bytes
 
 
-def deep(ws, x):
-    def loss(ws):
-        h = x
-        for w in ws:
-            h = jnp.tanh(jnp.sin(h @ w) @ w.T)
-        return jnp.mean(h**2)
-
-    value, grads = jax.value_and_grad(loss)(ws)
-    return [w - 0.01 * g for w, g in zip(ws, grads, strict=True)], value
-
-
 def test_what_is_made_again_has_a_track_of_its_own():
-    args = ([jax.ShapeDtypeStruct((64, 512), jnp.float32)] * 4, jax.ShapeDtypeStruct((2048, 64), jnp.float32))
+    args = deep_arguments()
     plans = [autopar.plan(deep, args, cost_models.load_cluster("h100-sxm:2"), options=autopar.Options(remat=m)) for m in ("none", "full")]
     assert ["made again" in tracks(plan) for plan in plans] == [False, True]
     peaks = [max(e["args"]["bytes"] for e in events(plan, "C")) for plan in plans]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.errors import MicrobatchError
-from autopar.ir.graph import BOUNDARY, ROOT, Graph, Operand
+from autopar.ir.graph import BOUNDARY, MATMULS, ROOT, Graph, Operand
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import ShardingRule
 from autopar.ir.sharding import TensorSharding
@@ -15,7 +15,6 @@ from autopar.ir.strategy import Strategy, result_sharding
 from autopar.trace.microbatch.strategies import AXIS, Form, strategy_for, time_mesh
 from autopar.trace.order import units
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 ROUNDS = 64
 
 
@@ -30,7 +29,6 @@ class Flow:
     early: Collection[int]
     resolved: Collection[int]
     form: dict[int, Form] = field(default_factory=dict)
-    made: dict[int, TensorSharding] = field(default_factory=dict)
     strategy: dict[int, Strategy] = field(default_factory=dict)
     unknown: set[int] = field(default_factory=set)
     """Values of a loop of which nothing is known yet but what comes in."""
@@ -105,7 +103,7 @@ class Flow:
     def _give(self, i: int, strategy: Strategy) -> None:
         self.strategy[i] = strategy
         for k, r in enumerate(self.graph.ops[i].results):
-            self.form[r] = self.made[r] = result_sharding(self.rules[i], strategy, k)
+            self.form[r] = result_sharding(self.rules[i], strategy, k)
 
     def _stays_small(self, i: int, strategy: Strategy) -> bool:
         """Whether no partial value grows, which would be more to add up."""
@@ -193,7 +191,7 @@ class Flow:
         """Values that take no matrix product, loop, branch or effect to compute."""
         found = set(self.graph.inputs)
         for op in self.graph.ops:
-            heavy = op.primitive in PRODUCTS or op.region != ROOT or op.primitive in BOUNDARY or op.effects or op.subgraphs
+            heavy = op.primitive in MATMULS or op.region != ROOT or op.primitive in BOUNDARY or op.effects or op.subgraphs
             if not heavy and found.issuperset(op.inputs):
                 found.update(op.results)
         return frozenset(found)
@@ -208,7 +206,7 @@ class Flow:
             if mixing is None:
                 continue
             ops = self.graph.ops[first:stop]
-            if any(op.phase == "backward" or op.primitive in PRODUCTS for op in ops):
+            if any(op.phase == "backward" or op.primitive in MATMULS for op in ops):
                 raise _mixed(self.graph, mixing, self.count)
             blamed.update((r, mixing) for i in range(first, stop) for r in self._spread(i, blamed))
 
