@@ -62,7 +62,7 @@ def per_device(emission: Emission, platform: str) -> Callable[..., tuple[Any, ..
     """
 
     def body(zero: Any, *inputs: Any) -> tuple[Any, ...]:
-        return _Device(emission, platform, zero).run(inputs)
+        return Device(emission, platform, zero).run(inputs)
 
     return body
 
@@ -80,7 +80,7 @@ def emit(emission: Emission, mesh: Mesh) -> Callable[..., tuple[Any, ...]]:
 
 
 @dataclass
-class _Device:
+class Device:
     """One device's run through the ops: reads each operand in the form that the strategy needs, and binds the primitive."""
 
     emission: Emission
@@ -129,9 +129,9 @@ class _Device:
         for k, (r, x) in enumerate(zip(op.results, results, strict=True)):
             self.forms[r, result_sharding(rule, strategy, k), 0] = self.made[r] = x
 
-    def inner(self) -> _Device:
+    def inner(self) -> Device:
         """A run inside a loop or branch, which begins with all that is there."""
-        return _Device(self.emission, self.platform, self.zero, dict(self.forms), dict(self.made), dict(self.received))
+        return Device(self.emission, self.platform, self.zero, dict(self.forms), dict(self.made), dict(self.received))
 
     def give(self, i: int, x: Any) -> None:
         """The result of an op that enters or leaves a region."""

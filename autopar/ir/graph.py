@@ -73,7 +73,8 @@ class Op:
 
     `params` are normalised: tuples, strings and numbers only. `scope` is the name-scope path without the wrappers of
     `jvp` and `transpose`; `source` the user's line as `file:line`. Ops with `effects` are never dead and keep their order.
-    `region` is the loop body or branch in which the op stands. `again` marks what repeats an op of forward on purpose.
+    `region` is the loop body or branch in which the op stands. `again` marks what repeats an op of forward on purpose. `part` is the part
+    of a program that is cut to which the op belongs: a layer of the model, or a piece of a stage's program; -1 for none.
     """
 
     primitive: str
@@ -88,6 +89,7 @@ class Op:
     effects: bool = False
     region: int = ROOT
     again: bool = False
+    part: int = -1
 
     def param(self, name: str, default: Any = None) -> Any:
         """The normalised parameter called `name`."""

@@ -122,7 +122,7 @@ class Executable:
             return self.lowered.compile()
 
     def __call__(self, leaves: Sequence[Any], owned: Owned) -> list[Any]:
-        self._check(leaves)
+        check_leaves(leaves, self.traced.graph.input_names)
         # A program compiled ahead of time refuses arrays of integers below one byte: JAX takes their layout for another one.
         run = self._jitted if any(a.dtype in _BELOW_ONE_BYTE for a in self.traced.graph.avals) else self.compiled
         with own_settings(self.mesh):
@@ -138,22 +138,23 @@ class Executable:
         for i, (leaf, sharding) in enumerate(zip(leaves, self.shardings, strict=False)):
             copy = i in carried and not (leaf in owned and kept[id(leaf)] == 1)
             kept[id(leaf)] -= i in carried
-            placed.append(_put(leaf, self.traced.graph.avals[self.traced.graph.inputs[i]].dtype, sharding, copy))
+            placed.append(put(leaf, self.traced.graph.avals[self.traced.graph.inputs[i]].dtype, sharding, copy))
         return placed
 
-    def _check(self, leaves: Sequence[Any]) -> None:
-        """Every leaf is an array that is still there."""
-        for leaf, name in zip((*leaves, *self.constants), self.traced.graph.input_names, strict=False):
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise UsageError(f"`{name}` is a shape, and running a step takes arrays. `step.plan` and `step.lower` take shapes.")
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise StateError(
-                    f"`{name}` was donated to an earlier step and is gone. Pass the state that the last step returned, or keep the old "
-                    "one with Options(donate=False)."
-                )
+
+def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    """Raise an error unless every leaf is an array that is still there."""
+    for leaf, name in zip(leaves, names, strict=False):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise UsageError(f"`{name}` is a shape, and running a step takes arrays. `step.plan` and `step.lower` take shapes.")
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise StateError(
+                f"`{name}` was donated to an earlier step and is gone. Pass the state that the last step returned, or keep the old "
+                "one with Options(donate=False)."
+            )
 
 
-def _put(leaf: Any, dtype: str, sharding: NamedSharding, copy: bool) -> Any:
+def put(leaf: Any, dtype: str, sharding: NamedSharding, copy: bool) -> Any:
     """A leaf on the mesh. What the host holds is always copied, so that it may be changed while the step runs."""
     if not isinstance(leaf, jax.Array):
         return jax.device_put(np.array(leaf, dtype=jax.dtypes.float0 if dtype == "float0" else dtype), sharding)

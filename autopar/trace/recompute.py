@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import BOUNDARY, GATE, ROOT, Graph, Op, Operand, Phase
+from autopar.ir.graph import BOUNDARY, GATE, ROOT, Graph, Op, Operand
 from autopar.trace.order import compact, live, renumbered
 
 
@@ -99,10 +99,10 @@ class _Rewriter:
                 if self._needs_gate(o):
                     self.gates[o] = self._new(o)
                     where = self._gate_place(o)
-                    placed.append(((*where, 0), self._gate(o, self.ops[where[0]].phase, i)))
+                    placed.append(((*where, 0), self._gate(o, self.ops[where[0]], i)))
             op = self.ops[i]
             results = tuple(self.twin[r] for r in op.results)
-            again = replace(op, operands=tuple(map(self._read, op.operands)), results=results, phase=self.ops[at].phase, again=True)
+            again = replace(op, operands=tuple(map(self._read, op.operands)), results=results, phase=self.ops[at].phase, again=True, part=self.ops[at].part)
             placed.append(((at, i, 1), again))
         for i, op in enumerate(self.ops):
             late = op.phase != "forward" and not self._leaves(op)
@@ -141,9 +141,10 @@ class _Rewriter:
         """Just before the first op made again that reads it."""
         return min((self.place[u], u) for u, _ in self.old.uses[o] if u in self.place)
 
-    def _gate(self, o: int, phase: Phase, reader: int) -> Op:
+    def _gate(self, o: int, at: Op, reader: int) -> Op:
+        """The gate of a value that `reader` reads when it is made again, just before `at`."""
         op = self.ops[reader]
-        return Op(GATE, (), (o,), (self.gates[o],), phase, op.scope, op.source, region=op.region, again=True)
+        return Op(GATE, (), (o,), (self.gates[o],), at.phase, op.scope, op.source, region=op.region, again=True, part=at.part)
 
     def _new(self, like: int) -> int:
         self.avals.append(self.old.avals[like])

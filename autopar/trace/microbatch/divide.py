@@ -275,7 +275,8 @@ class _Divider:
         results = builder.body(closed, list(operands), Where(like.scope if like is not None else "", source, region))
         if like is not None:
             place[first:] = [
-                replace(op, phase=like.phase, scope=like.scope, source=like.source, again=like.again) for op in place[first:]
+                replace(op, phase=like.phase, scope=like.scope, source=like.source, again=like.again, part=like.part)
+                for op in place[first:]
             ]
         return [self._value(r, place, region) for r in results]
 
@@ -294,8 +295,8 @@ class _Divider:
     def _port(self, kind: str, place: list[Op], operand: Operand, aval: Aval, position: int, phase: Phase, like: Op | None = None) -> int:
         result = self.builder.value_of(aval)
         params = (("position", position), ("region", self.region))
-        scope, source = (like.scope, like.source) if like is not None else ("", "")
-        place.append(Op(kind, params, (operand,), (result,), phase, scope, source, self.equation))
+        scope, source, part = (like.scope, like.source, like.part) if like is not None else ("", "", -1)
+        place.append(Op(kind, params, (operand,), (result,), phase, scope, source, self.equation, part=part))
         return result
 
     def _enter(self, kind: str, operand: Operand, aval: Aval) -> int:

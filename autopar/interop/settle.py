@@ -1,0 +1,170 @@
+"""What stages give each other lies the same at both ends: plans of stages are brought in line where a value crosses between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.intraop.connect import made, needs, number
+from autopar.intraop.reshard import Price, cheapest
+from autopar.intraop.strategies import enumerate_strategies
+from autopar.interop.split import StageGraph
+from autopar.ir.check import check_plan
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import PlannedMove, ShardingPlan
+from autopar.ir.rule import ShardingRule
+from autopar.ir.sharding import TensorSharding
+from autopar.ir.strategy import Strategy, operand_sharding, result_sharding
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A stage with its plan; `graph` is the stage's own, with what is made again."""
+
+    stage: StageGraph
+    graph: Graph
+    rules: tuple[ShardingRule, ...]
+    plan: ShardingPlan
+    price: Price
+
+
+def settle(stages: Sequence[Planned]) -> tuple[ShardingPlan, ...]:
+    """The plans of all stages, each value that crosses sent as its reader takes it.
+
+    A value of each microbatch is converted inside of the loop, at its sender. Where the two stages' logical meshes differ it goes as the
+    sender has it, and lies as the reader wants it when it arrives.
+    """
+    editors = [_Editor(planned) for planned in stages]
+    wanted: dict[tuple[int, int, int], tuple[TensorSharding, LogicalMesh]] = {}
+    for n, editor in enumerate(editors):
+        for port in editor.planned.stage.receives:
+            if port.when == "each":
+                wanted[port.other, n, port.value] = editor.receive(port.position), editor.plan.mesh
+    for n, editor in enumerate(editors):
+        for port in editor.planned.stage.sends:
+            if port.when == "each":
+                form, mesh = wanted[n, port.other, port.value]
+                editor.send(port.position, form if mesh == editor.plan.mesh else None)
+            elif port.when == "before":
+                editor.pass_on(port.position)
+    return tuple(editor.finished() for editor in editors)
+
+
+@dataclass
+class _Editor:
+    """Changes the ports of one stage's plan."""
+
+    planned: Planned
+    strategies: list[Strategy] = field(default_factory=list)
+    inputs: list[TensorSharding] = field(default_factory=list)
+    outputs: list[TensorSharding] = field(default_factory=list)
+    changed: set[int] = field(default_factory=set)
+    """Values whose moves are found anew."""
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.strategies, self.inputs, self.outputs = list(plan.strategies), list(plan.inputs), list(plan.outputs)
+        self.rules = self.planned.rules
+
+    @property
+    def plan(self) -> ShardingPlan:
+        return self.planned.plan
+
+    def receive(self, position: int) -> TensorSharding:
+        """The form in which the stage takes a value of each microbatch, which comes in so from now on."""
+        graph = self.planned.graph
+        stacked = graph.inputs[position]
+        (i, _), *_ = graph.uses[stacked]
+        form = result_sharding(self.rules[i], self.strategies[i], 0).without_partial()
+        self._lies(i, operand=None, result=form)
+        self.inputs[position] = operand_sharding(self.rules[i], self.strategies[i], 0)
+        self.changed.update((stacked, graph.ops[i].results[0]))
+        return form
+
+    def send(self, position: int, form: TensorSharding | None) -> None:
+        """A value of each microbatch goes out in this form, or as it comes but for what is partial."""
+        graph = self.planned.graph
+        stacked = graph.outputs[position]
+        assert isinstance(stacked, int)
+        i = graph.producer[stacked]
+        now = operand_sharding(self.rules[i], self.strategies[i], 0)
+        self._lies(i, operand=form or now.without_partial(), result=None)
+        self.outputs[position] = result_sharding(self.rules[i], self.strategies[i], 0)
+        self.changed.update((stacked, *graph.ops[i].inputs))
+
+    def pass_on(self, position: int) -> None:
+        """State goes to another stage as it lies here."""
+        graph = self.planned.graph
+        value = graph.outputs[position]
+        assert isinstance(value, int)
+        self.outputs[position] = self.inputs[graph.inputs.index(value)]
+        self.changed.add(value)
+
+    def _lies(self, i: int, operand: TensorSharding | None, result: TensorSharding | None) -> None:
+        """Op i works with its operand or its result in this form."""
+        rule = self.rules[i]
+        for s in enumerate_strategies(rule, self.plan.mesh):
+            if s.passes:
+                continue
+            if operand in (None, operand_sharding(rule, s, 0)) and result in (None, result_sharding(rule, s, 0)):
+                self.strategies[i] = s
+                return
+        raise AssertionError(f"no strategy of {rule} has {operand} or {result}")
+
+    def finished(self) -> ShardingPlan:
+        p, plan = self.planned, self.plan
+        origin = made(p.graph, self.rules, self.strategies, self.inputs)
+        wanted = needs(p.graph, self.rules, self.strategies, self.outputs)
+        moves = [m for m in plan.moves if m.value not in self.changed]
+        dropped = {m.value for m in plan.moves} & self.changed
+        regenerated = frozenset(r for r in plan.regenerated if self._operand(r[0], r[1]) not in self.changed)
+        for value in sorted(self.changed):
+            kept = [m for m in plan.moves if m.value == value] if value in dropped else []
+            moves.extend(self._moves(value, origin[value], [t for _, _, t in wanted.get(value, ())], kept))
+        settled = replace(
+            plan,
+            strategies=tuple(self.strategies),
+            inputs=tuple(self.inputs),
+            outputs=tuple(self.outputs),
+            moves=number(moves),
+            regenerated=regenerated,
+        )
+        return check_plan(p.graph, self.rules, settled)
+
+    def _operand(self, i: int, k: int) -> int:
+        graph = self.planned.graph
+        o = graph.outputs[k] if i == len(graph.ops) else graph.ops[i].operands[k]
+        return o if isinstance(o, int) else -1
+
+    def _moves(
+        self, value: int, origin: TensorSharding, targets: Sequence[TensorSharding], before: Sequence[PlannedMove]
+    ) -> list[PlannedMove]:
+        """Moves from where a value comes into being to all forms in which it is read, by the planned ways where those still begin there."""
+        graph, mesh = self.planned.graph, self.plan.mesh
+        forms, moves = [origin], list[PlannedMove]()
+        for m in (m for m in before if not m.generation and not m.source_generation):
+            if m.source in forms and m.target not in forms and m.target in targets:
+                forms.append(m.target)
+                moves.append(replace(m, gate=-1))
+        for target in targets:
+            if target in forms:
+                continue
+            here, path = cheapest([(s, 0.0) for s in forms], target, graph.avals[value], mesh, self.planned.price)
+            for move, there in zip(path.moves, path.shardings, strict=True):
+                if there not in forms:
+                    forms.append(there)
+                    moves.append(PlannedMove(value, move, here, there))
+                here = there
+        return moves
+
+
+def crossing(stages: Sequence[Planned]) -> Mapping[tuple[int, int], float]:
+    """(sender, reader) -> bytes of what goes from one to the other per step, whole values."""
+    found: dict[tuple[int, int], float] = {}
+    for n, planned in enumerate(stages):
+        for port in planned.stage.sends:
+            value = planned.stage.graph.outputs[port.position]
+            assert isinstance(value, int)
+            found[n, port.other] = found.get((n, port.other), 0.0) + planned.stage.graph.avals[value].nbytes
+    return found

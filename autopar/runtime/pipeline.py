@@ -1,0 +1,336 @@
+"""Run a plan in stages: one program per stage and piece, each on its stage's devices, started in the order of the schedule.
+
+One thread starts every program; JAX runs them when their inputs are there. What one stage gives another is put on the other's devices as
+soon as the program that makes it has been started. Arrays are let go with the last program that reads them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from autopar.emit.manual import Emission, named_sharding
+from autopar.emit.stage import Cutter, Form, Piece, Slot, StageProgram, form_of, form_spec
+from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, Port, StageGraph
+from autopar.ir.sharding import TensorSharding
+from autopar.runtime.executor import Owned, check_leaves, own_settings, put
+from autopar.schedule import Schedule, StageCost, Task, simulate
+
+IN_FLIGHT = 128
+"""Programs that are started ahead of those that have ended."""
+
+IN_FLIGHT_CPU = 24
+"""The same on CPUs before JAX 0.11, where some 34 waiting programs with collectives block each other for ever."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageRun:
+    """One stage ready to run: its graph, its emission, and its devices."""
+
+    stage: StageGraph
+    emission: Emission
+    constants: tuple[Any, ...]
+    mesh: Mesh
+
+    @property
+    def loop(self) -> int:
+        graph = self.emission.graph
+        return next(graph.path(op.region)[0] for op in graph.ops if op.part in (FORWARD, COTANGENT, WEIGHT) and op.region >= 0)
+
+
+@dataclass(eq=False)
+class _Program:
+    """A piece of a stage, compiled. `donated` are the positions of inputs that are given up."""
+
+    piece: Piece
+    program: StageProgram
+    lowered: Any
+    compiled: Any
+    last: frozenset[Slot] = frozenset()
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether it runs once per microbatch."""
+        return self.piece.parts[0] in (FORWARD, COTANGENT, WEIGHT)
+
+
+class _Stage:
+    """What a stage has on its devices: its programs, and the arrays that stand there."""
+
+    def __init__(self, run: StageRun, backward: Sequence[tuple[int, ...]], donate: bool, times: int):
+        self.run, self.mesh, self.times, self.backward = run, run.mesh, times, tuple(backward)
+        stage, emission = run.stage, run.emission
+        self.graph, self.plan = emission.graph, emission.plan
+        rounds = [(AFTER + r,) for r in range(stage.rounds)]
+        parts = [(BEFORE,), (FORWARD,), *backward, *rounds]
+        received = [p.position for p in stage.receives if p.when == "each"]
+        sent = [p.position for p in stage.sends if p.when == "each"]
+        pieces = Cutter(emission, run.loop, parts, received, sent).pieces()
+        self.shardings = [named_sharding(s, run.mesh) for s in self.plan.inputs]
+        self.carried = frozenset(i for i, _ in stage.carried) if donate else frozenset()
+        self.place: dict[Form, int] = {form_of(v, s): k for k, (v, s) in enumerate(zip(self.graph.inputs, self.plan.inputs, strict=True))}
+        self.results = [self._result(k) for k in range(len(stage.results))]
+        self.programs = {piece.parts: _Program(piece, StageProgram(emission, run.loop, piece), None, None) for piece in pieces}
+        self._find_last(pieces)
+        with own_settings(run.mesh):
+            nothing = named_sharding(TensorSharding(()), run.mesh)
+            self.zero = jax.device_put(np.int32(0), nothing)
+            self.numbers = [jax.device_put(np.int32(m), nothing) for m in range(times)]
+            first = len(self.shardings) - len(run.constants)
+            self.constants = [jax.device_put(c, s) for c, s in zip(run.constants, self.shardings[first:], strict=True)]
+        self.once: dict[Form, Any] = {}
+        self.each: dict[tuple[Form, int], Any] = {}
+        self.carry: dict[int, Any] = {}
+
+    def _result(self, k: int) -> Form:
+        o = self.graph.outputs[k]
+        return form_of(o if isinstance(o, int) else -1 - k, self.plan.outputs[k], self.plan.generation(len(self.graph.ops), k))
+
+    def _find_last(self, pieces: Sequence[Piece]) -> None:
+        """The inputs that each piece is the last to read."""
+        reader: dict[Slot, int] = {}
+        for n, piece in enumerate(pieces):
+            for slot in piece.inputs:
+                reader[Slot("each", slot.form) if slot.kind == "every" else slot] = n
+        kept = set(self.results)
+        self.read = {slot.form for slot in reader if slot.kind == "each"}
+        for n, piece in enumerate(pieces):
+            mine = frozenset(s for s in piece.inputs if reader.get(s) == n and s.kind in ("each", "once") and s.form not in kept)
+            self.programs[piece.parts].last = mine
+
+    def donated(self, program: _Program) -> tuple[int, ...]:
+        """Positions, among a program's arguments, of what it may write over: sums as they grow, and state that nobody reads any more."""
+        found = []
+        for n, slot in enumerate(program.piece.inputs):
+            leaf = self.place.get(slot.form, -1)
+            grows = slot.kind == "carry" and slot in program.piece.outputs
+            if grows or (slot in program.last and leaf in self.carried and not program.in_loop):
+                found.append(2 + n)
+        return tuple(found)
+
+    def compile(self) -> None:
+        """Lower and compile every piece."""
+        with own_settings(self.mesh):
+            for program in self.programs.values():
+                built = program.program.build(self.mesh, self.times)
+                jitted = jax.jit(built, donate_argnums=self.donated(program))
+                structs = [program.program.struct(s, self.mesh) for s in program.piece.inputs]
+                structs = [(x,) * self.times if s.kind == "every" else x for s, x in zip(program.piece.inputs, structs, strict=True)]
+                number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.zero.sharding)
+                program.lowered = jitted.lower(number, number, *structs)
+                program.compiled = program.lowered.compile()
+
+    def start(self, parts: tuple[int, ...], m: int) -> Any:
+        """Start a piece, for microbatch m where it is one of the loop. Returns its token."""
+        program = self.programs[parts]
+        inputs = [self._take(slot, m) for slot in program.piece.inputs]
+        token, *outputs = program.compiled(self.zero, self.numbers[m], *inputs)
+        for slot, x in zip(program.piece.outputs, outputs, strict=True):
+            self._keep(slot, m, x)
+        for slot in program.last:
+            if slot.kind == "each":
+                self.each.pop((slot.form, m), None)
+            elif m == self.times - 1 or not program.in_loop:
+                self.once.pop(slot.form, None)
+        return token
+
+    def _take(self, slot: Slot, m: int) -> Any:
+        if slot.kind == "each":
+            return self.each[slot.form, m]
+        if slot.kind == "every":
+            return tuple(self.each.pop((slot.form, n)) for n in range(self.times))
+        return self.carry[slot.form.value] if slot.kind == "carry" else self.once[slot.form]
+
+    def _keep(self, slot: Slot, m: int, x: Any) -> None:
+        if slot.kind == "each":
+            self.each[slot.form, m] = x
+        elif slot.kind in ("begin", "carry"):
+            self.carry[slot.form.value] = x
+        else:
+            self.once[slot.form] = x
+
+    def reads(self, form: Form) -> bool:
+        """Whether the stage itself still needs what each microbatch makes."""
+        return form in self.read
+
+    def clear(self) -> None:
+        self.once.clear()
+        self.each.clear()
+        self.carry.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """A value on its way: the form in which `source` has it, and where `target` takes it."""
+
+    source: int
+    target: int
+    sent: Form
+    taken: Form
+    sharding: NamedSharding
+    each: bool
+
+
+@dataclass
+class _Flight:
+    """Programs that are started and may not have ended."""
+
+    most: int
+    tokens: deque[Any] = field(default_factory=deque)
+
+    def add(self, token: Any) -> None:
+        self.tokens.append(token)
+        if len(self.tokens) > self.most:
+            self.tokens.popleft().block_until_ready()
+
+
+class PipelineExecutable:
+    """A plan in stages, compiled for devices that are here. Calling it with flat leaves runs one step and returns flat outputs."""
+
+    def __init__(self, runs: Sequence[StageRun], schedule: Schedule, order: Sequence[Task], donate: bool, names: Sequence[str], outputs: int):
+        self.schedule, self.order, self.names, self.num_outputs = schedule, tuple(order), tuple(names), outputs
+        self.stages = [_Stage(run, _backward(schedule, n), donate, schedule.num_microbatches) for n, run in enumerate(runs)]
+        self.transfers = self._transfers()
+        self.rounds = max(run.stage.rounds for run in runs)
+        cpu = runs[0].mesh.devices.flat[0].platform == "cpu" and tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
+        self.most = IN_FLIGHT_CPU if cpu else IN_FLIGHT
+        self.has_compiled = False
+
+    def compile(self) -> None:
+        """Compile every program, once."""
+        if not self.has_compiled:
+            for stage in self.stages:
+                stage.compile()
+            self.has_compiled = True
+
+    def _transfers(self) -> Mapping[tuple[int, int], tuple[_Transfer, ...]]:
+        """(stage, part) -> what goes to other stages once that part has run."""
+        found: dict[tuple[int, int], list[_Transfer]] = {}
+        for n, stage in enumerate(self.stages):
+            for port in stage.run.stage.sends:
+                other = self.stages[port.other]
+                there = next(p for p in other.run.stage.receives if p.value == port.value and p.other == n)
+                sent, taken = _sent(stage, port), _taken(other, there)
+                where = NamedSharding(other.mesh, form_spec(taken.sharding))
+                found.setdefault((n, port.piece), []).append(_Transfer(n, port.other, sent, taken, where, port.when == "each"))
+        return {key: tuple(value) for key, value in found.items()}
+
+    def __call__(self, leaves: Sequence[Any], owned: Owned) -> list[Any]:
+        check_leaves(leaves, self.names)
+        self.compile()
+        try:
+            return self._step(leaves, owned)
+        finally:
+            for stage in self.stages:
+                stage.clear()
+
+    def _step(self, leaves: Sequence[Any], owned: Owned) -> list[Any]:
+        flight = _Flight(self.most)
+        with jax.disable_jit(False), jax.transfer_guard("allow"):
+            self._place(leaves, owned)
+            for n in range(len(self.stages)):
+                self._send(n, (BEFORE,), 0)
+            for n, stage in enumerate(self.stages):
+                flight.add(stage.start((BEFORE,), 0))
+            for task in self.order:
+                parts = _PARTS[task.kind]
+                flight.add(self.stages[task.stage].start(parts, task.microbatch))
+                self._send(task.stage, parts, task.microbatch)
+            for r in range(self.rounds):
+                for n, stage in enumerate(self.stages):
+                    if r < stage.run.stage.rounds:
+                        flight.add(stage.start((AFTER + r,), 0))
+                for n, stage in enumerate(self.stages):
+                    self._send(n, (AFTER + r,), 0)
+            outputs: list[Any] = [None] * self.num_outputs
+            for stage in self.stages:
+                for form, k in zip(stage.results, stage.run.stage.results, strict=True):
+                    outputs[k] = stage.once[form]
+        for array in outputs:
+            owned.add(array)
+        return outputs
+
+
+    def _send(self, n: int, parts: tuple[int, ...], m: int) -> None:
+        """Put what a stage has made for others on their devices."""
+        going = [t for part in parts for t in self.transfers.get((n, part), ())]
+        if not going:
+            return
+        source = self.stages[n]
+        arrays = [source.each[t.sent, m] if t.each else source.once[t.sent] for t in going]
+        moved = jax.device_put(arrays, [t.sharding for t in going])
+        for t, x in zip(going, moved, strict=True):
+            target = self.stages[t.target]
+            if t.each:
+                target.each[t.taken, m] = x
+            else:
+                target.once[t.taken] = x
+        for t in going:
+            if t.each and not source.reads(t.sent):
+                source.each.pop((t.sent, m), None)
+
+    def _place(self, leaves: Sequence[Any], owned: Owned) -> None:
+        """Leaves on the devices of the stages that read them. State that is not ours, or given twice, is copied before it is given up."""
+        kept = Counter(id(x) for x in leaves)
+        for stage in self.stages:
+            own, graph = stage.run.stage.leaves, stage.graph
+            count = len(own) - len(stage.constants)
+            for position, k in enumerate(own[:count]):
+                leaf, sharding = leaves[k], stage.shardings[position]
+                copy = position in stage.carried and not (leaf in owned and kept[id(leaf)] == 1)
+                kept[id(leaf)] -= position in stage.carried
+                with own_settings(stage.mesh):
+                    placed = put(leaf, graph.avals[graph.inputs[position]].dtype, sharding, copy)
+                stage.once[form_of(graph.inputs[position], stage.plan.inputs[position])] = placed
+            first = len(graph.inputs) - len(stage.constants)
+            for n, constant in enumerate(stage.constants):
+                stage.once[form_of(graph.inputs[first + n], stage.plan.inputs[first + n])] = constant
+
+
+def _sent(stage: _Stage, port: Port) -> Form:
+    """The form in which a stage gives a value to another."""
+    graph, plan = stage.graph, stage.plan
+    o = graph.outputs[port.position]
+    assert isinstance(o, int)
+    if port.when != "each":
+        return form_of(o, plan.outputs[port.position], plan.generation(len(graph.ops), port.position))
+    i = graph.producer[o]
+    value = graph.ops[i].operands[0]
+    assert isinstance(value, int)
+    return form_of(value, _without_first(plan.outputs[port.position]), plan.generation(i, 0))
+
+
+def _taken(stage: _Stage, port: Port) -> Form:
+    """The form in which a stage takes a value from another."""
+    graph, plan = stage.graph, stage.plan
+    v = graph.inputs[port.position]
+    if port.when != "each":
+        return form_of(v, plan.inputs[port.position])
+    (i, _), *_ = graph.uses[v]
+    return form_of(graph.ops[i].results[0], _without_first(plan.inputs[port.position]))
+
+
+def _without_first(sharding: TensorSharding) -> TensorSharding:
+    return TensorSharding(sharding.dims[1:])
+
+
+_PARTS = {"F": (FORWARD,), "B": (COTANGENT, WEIGHT), "I": (COTANGENT,), "W": (WEIGHT,)}
+"""Kind of a task -> the parts of a stage's graph that it runs."""
+
+
+def _backward(schedule: Schedule, stage: int) -> list[tuple[int, ...]]:
+    """The pieces of a stage's backward, in order."""
+    kinds = {task.kind for task in schedule.tasks if task.stage == stage}
+    return [_PARTS[kind] for kind in "BIW" if kind in kinds]
+
+
+def order_of(schedule: Schedule) -> tuple[Task, ...]:
+    """The tasks in the order in which one thread had better start them: that in which they begin where backward takes twice forward's time."""
+    return tuple(span.task for span in simulate(schedule, [StageCost(1.0, 2.0, 1.0, 1.0)] * schedule.num_stages).order)
