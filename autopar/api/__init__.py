@@ -9,7 +9,7 @@ from autopar.api.plans import Plan, check_program, plan
 from autopar.api.rule import rule
 from autopar.api.step import ParallelStep, parallelize
 from autopar.compiler import Options
-from autopar.runtime.executor import executable_for as _executable  # noqa: F401  (autopar.cli)
+from autopar.runtime.executable import executable_for as _executable  # noqa: F401  (autopar.cli)
 from cost_models import Cluster
 
 __all__ = [

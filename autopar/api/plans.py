@@ -28,10 +28,12 @@ from autopar.ir.serialize import load_plan, plan_to_dict, save_plan
 from autopar.report import diff as report_diff, explain as report_explain, html as report_html, table as report_table
 from autopar.report.perfetto import perfetto_json
 from autopar.report.timeline import timeline
-from autopar.runtime.executor import executable_for, make_mesh
-from autopar.runtime.program import planned
+from autopar.runtime.executable import executable_for
+from autopar.runtime.executor import make_mesh
+from autopar.runtime.program import planned, staged
 from autopar.runtime.verify import Verification, verify
 from autopar.trace.arguments import split
+from autopar.trace.recompute import recompute
 from autopar.trace.trace import Traced, trace
 from cost_models import Cluster
 
@@ -195,10 +197,23 @@ def check_program(data: PlanData, traced: Traced) -> None:
         )
         raise PlanError(f"the plan belongs to another program: {why}. Plan again for this function and these shapes.")
     try:
+        if data.stages:
+            _check_stages(data, traced)
+            return
         program = planned(traced, data)
     except PlanError as error:
         raise PlanError(f"{error} {_AGAIN}") from error
     _check_whole(data, program.graph)
+
+
+def _check_stages(data: PlanData, traced: Traced) -> None:
+    """Raise `PlanError` where a plan in stages does not hold together."""
+    for stage, program in zip(data.stages, staged(traced, data).stages, strict=True):
+        graph = recompute(program.graph, stage.recomputed) if stage.recomputed else program.graph
+        check_plan(graph, tuple(rules.rule_for(op, graph.aval) for op in graph.ops), stage.sharding)
+    expected = (*traced.graph.input_names, *traced.graph.output_names)
+    if expected != tuple(leaf.path for leaf in (*data.inputs, *data.outputs)):
+        raise PlanError("the inputs and outputs that the plan lists are not those of its program.")
 
 
 def _check_whole(data: PlanData, graph: Graph) -> None:

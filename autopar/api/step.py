@@ -22,8 +22,11 @@ from autopar.emit.manual import partition_spec
 from autopar.errors import AutoparError, InfeasibleError, PlanError, TraceError, UsageError
 from autopar.ir.graph import Aval, Constant, Graph, Op, Operand
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import STAGE_AXIS, Leaf
 from autopar.ir.sharding import TensorSharding
-from autopar.runtime.executor import Executable, Owned, check_devices, executable_for, make_mesh, own_settings
+from autopar.runtime.executable import AnyExecutable, executable_for
+from autopar.runtime.executor import Owned, check_devices, make_mesh, own_settings
+from autopar.runtime.pipeline import PipelineExecutable
 from autopar.trace.arguments import FlatFunction, Signature, split
 from autopar.trace.trace import Traced
 from cost_models import Cluster
@@ -34,7 +37,7 @@ class _Program:
 
     def __init__(self, plan: Plan, traced: Traced):
         self.plan, self.traced = plan, traced
-        self.executable: Executable | None = None
+        self.executable: AnyExecutable | None = None
 
 
 class ParallelStep:
@@ -91,14 +94,17 @@ class ParallelStep:
         flat = FlatFunction(create, signature)
         shapes = _shapes_of(flat, leaves)
         program = self._program_for(flat.rebuild(shapes), batch)
-        mesh = self._executable(program).mesh
+        executable = self._executable(program)
         planned = program.plan.data.inputs[: len(shapes)]
-        with own_settings(mesh):
-            shardings = [NamedSharding(mesh, partition_spec(leaf.sharding)) for leaf in planned]
-            made = jax.jit(flat, out_shardings=shardings)(*leaves)
-        for array in made:
-            self._owned.add(array)
-        return flat.rebuild(self._on_users_mesh(made, [leaf.sharding for leaf in planned], mesh))
+        made: list[Any] = [None] * len(planned)
+        for mesh, mine in _by_mesh(executable, planned):
+            with own_settings(mesh):
+                shardings = [NamedSharding(mesh, partition_spec(planned[k].sharding)) for k in mine]
+                born = jax.jit(lambda *x, mine=mine: [flat(*x)[k] for k in mine], out_shardings=shardings)(*leaves)
+            for k, array in zip(mine, born, strict=True):
+                made[k] = array
+                self._owned.add(array)
+        return flat.rebuild(self._on_users_mesh(made, [leaf.sharding for leaf in planned], executable.mesh))
 
     def replan(self) -> None:
         """Forget every plan, a given one too: the next call plans afresh, for the same cluster, and moves the state where that says."""
@@ -185,7 +191,7 @@ class ParallelStep:
         names = zip(traced.graph.input_names, (traced.graph.avals[v] for v in traced.graph.inputs), strict=True)
         return {n: known[n].sharding for n, aval in names if n in known and known[n].shape == aval.shape}
 
-    def _executable(self, program: _Program) -> Executable:
+    def _executable(self, program: _Program) -> AnyExecutable:
         if program.executable is None:
             data = program.plan.data
             mesh = make_mesh(data.mesh, list(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else None)
@@ -207,7 +213,7 @@ class ParallelStep:
 
     def _on_users_mesh(self, arrays: Sequence[Any], shardings: Sequence[TensorSharding], ours: Mesh) -> Sequence[Any]:
         """Arrays on the mesh that the user gave, where that is not simply ours: the same memory under another name."""
-        if not isinstance(self.mesh, Mesh) or self.mesh == ours:
+        if not isinstance(self.mesh, Mesh) or self.mesh == ours or STAGE_AXIS in ours.axis_names:
             return arrays
         moved = []
         with own_settings(ours):
@@ -255,6 +261,16 @@ class Compiled:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._compiled, name)
+
+
+def _by_mesh(executable: AnyExecutable, leaves: Sequence[Leaf]) -> list[tuple[Mesh, list[int]]]:
+    """The meshes on which leaves lie, each with the positions of those that lie there."""
+    if not isinstance(executable, PipelineExecutable):
+        return [(executable.mesh, list(range(len(leaves))))]
+    found: dict[int, list[int]] = {}
+    for k, leaf in enumerate(leaves):
+        found.setdefault(leaf.stage, []).append(k)
+    return [(executable.stages[stage].mesh, mine) for stage, mine in found.items()]
 
 
 def _unpinned(error: InfeasibleError) -> InfeasibleError:

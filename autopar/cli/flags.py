@@ -77,6 +77,16 @@ FLAGS: tuple[tuple[str, Any, Any], ...] = (
         str(_D.microbatches),
     ),
     (
+        "stages",
+        Annotated[str, _flag(metavar="N|auto|off", help="Pipeline stages; auto: as many as are fastest.")],
+        str(_D.stages),
+    ),
+    (
+        "schedule",
+        Annotated[str, _flag(metavar="NAME", help="Of pipeline stages: auto, gpipe, 1f1b, eager_1f1b, interleaved, zero_bubble, forward.")],
+        _D.schedule,
+    ),
+    (
         "accumulate_dtype",
         Annotated[str, _flag(metavar="DTYPE", help="Sums over microbatches are kept in float32 or as_written.")],
         _D.accumulate_dtype,
@@ -122,10 +132,11 @@ def options_of(given: Mapping[str, Any]) -> Options:
     """`Options` from the values of flags. Raises `UsageError` for one that makes no sense."""
     fields = dict(given)
     memory, pins, names = fields.pop("memory_bytes"), fields.pop("pins"), fields.pop("axis_names")
-    count, batch = fields.pop("microbatches", "auto"), fields.pop("batch_argnums", None)
+    count, batch, stages = fields.pop("microbatches", "auto"), fields.pop("batch_argnums", None), fields.pop("stages", _D.stages)
     fields |= {"zero": int(fields["zero"])} if str(fields.get("zero")).isdigit() else {}
     return Options(
         microbatches=int(count) if count.isdigit() else count,
+        stages=int(stages) if str(stages).isdigit() else stages,
         batch_argnums=tuple(batch or ()),
         memory_bytes=None if memory is None else byte_count(memory),
         pins=dict(map(pin, _texts(pins))),

@@ -22,7 +22,8 @@ from autopar.report.brief import brief_table
 from autopar.report.trial import check_lines, trial_tables
 from autopar.report.units import bytes_text, count_text
 from autopar.runtime import devices
-from autopar.runtime.executor import check_devices, executable_for, make_mesh
+from autopar.runtime.executable import executable_for
+from autopar.runtime.executor import check_devices, make_mesh
 from autopar.runtime.trial import Trial, attempt
 from autopar.trace.arguments import split
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
 from autopar.ir.restriction import Restriction
 from autopar.ir.rule import ShardingRule
-from autopar.ir.serialize import fingerprint
+from autopar.ir.serialize import fingerprint, plain
 from autopar.ir.sharding import TensorSharding
 from autopar.trace.roles import leaves_at
 from autopar.trace.trace import Traced
@@ -101,6 +101,12 @@ def restriction_of(c: Compilation) -> Restriction | None:
 def batch_of(c: Compilation) -> tuple[int, ...] | None:
     """The graph inputs that hold the batch, by position; None where the user does not say."""
     return leaves_at(c.traced.signature, c.options.batch_argnums) if c.options.batch_argnums else None
+
+
+def plain_options(options: Options) -> Mapping[str, Any]:
+    """The options of a plan as its file keeps them."""
+    kept = {k: v for k, v in asdict(options).items() if isinstance(v, (str, int, float, bool, tuple, type(None)))}
+    return dict(plain(kept))
 
 
 def logical_meshes(cluster: Any, axis_names: Sequence[str], max_axes: int = 2) -> tuple[LogicalMesh, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.intraop.remat import MODES
 from autopar.ir import options
+from autopar.schedule.formulas import NAMES
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Options:
         options.one_of("reduce_dtype", self.reduce_dtype, ("float32", "as_written"))
         options.one_of("accumulate_dtype", self.accumulate_dtype, ("float32", "as_written"))
         options.one_of("remat", self.remat, MODES)
+        options.one_of("schedule", self.schedule, ("auto", *NAMES))
+        self._set("stages", options.stages(self.stages))
         self._set("microbatches", options.count_or_auto("microbatches", self.microbatches))
         options.one_of("solver", self.solver, ("highs", "pulp"))
         options.one_of("emitter", self.emitter, ("shard_map", "jit"))
@@ -85,8 +88,6 @@ class Options:
     def _not_yet(self) -> None:
         """Options of the interface whose passes do not exist yet are refused, never ignored."""
         refused = {
-            "stages": (self.stages, ("off", "auto", 1)),
-            "schedule": (self.schedule, ("auto",)),
             "pad_state": (self.pad_state, (False,)),
             "microbatch_statistics": (self.microbatch_statistics, (False,)),
         }

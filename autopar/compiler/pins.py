@@ -10,7 +10,7 @@ from autopar.compiler.compilation import Compilation
 from autopar.errors import UsageError
 from autopar.intraop.reshard import border_shardings
 from autopar.ir import options
-from autopar.ir.graph import Aval
+from autopar.ir.graph import Aval, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.sharding import TensorSharding
 
@@ -45,6 +45,18 @@ def input_pins(c: Compilation, mesh: LogicalMesh) -> dict[int, tuple[TensorShard
         if pinned:
             found[v] = (next(iter(pinned.values())),)
     _check_used(c.options.pins, graph.input_names)
+    return found
+
+
+def stage_pins(c: Compilation, graph: Graph, mesh: LogicalMesh) -> dict[int, tuple[TensorSharding, ...]]:
+    """The same for the inputs of one pipeline stage, as the user pins them."""
+    found: dict[int, tuple[TensorSharding, ...]] = {}
+    for v, name in zip(graph.inputs, graph.input_names, strict=True):
+        if name in c.fixed:
+            found[v] = (c.fixed[name],)
+        for pattern, spec in _pins_on(c, name):
+            found[v] = (_pin(pattern, spec, name, graph.avals[v], mesh),)
+    _check_used(c.options.pins, c.traced.graph.input_names)
     return found
 
 

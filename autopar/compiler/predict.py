@@ -17,7 +17,7 @@ def predict(c: Compilation) -> Predicted:
     price, work = c.chosen.price, costs.graph_flops(c.traced.graph)
     arguments = argument_bytes(c.shape.graph, c.chosen.plan)
     peak = max(c.chosen.peak_bytes, arguments)
-    rate = sum(_peak_flops(c.cluster, dtype) * share for dtype, share in _matmul_dtypes(c).items())
+    rate = peak_rate(c)
     return Predicted(
         price.total_s,
         price.compute_s + price.copies_s + price.launch_s,
@@ -30,6 +30,11 @@ def predict(c: Compilation) -> Predicted:
         work,
         min(1.0, work / (price.total_s * rate)) if rate and price.total_s else 0.0,
     )
+
+
+def peak_rate(c: Compilation) -> float:
+    """FLOPs per second of all devices at the peak of the dtypes in which the program multiplies."""
+    return sum(_peak_flops(c.cluster, dtype) * share for dtype, share in _matmul_dtypes(c).items())
 
 
 def _matmul_dtypes(c: Compilation) -> dict[str, float]:

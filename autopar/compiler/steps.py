@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import jax
 
 from autopar import rules as rule_table
-from autopar.compiler.compilation import Compilation, batch_of, budget_of, fingerprint_of, restriction_of, roles_of
+from autopar.compiler.compilation import Compilation, batch_of, budget_of, fingerprint_of, plain_options, restriction_of, roles_of
 from autopar.compiler.pins import input_pins, pin_of
 from autopar.compiler.predict import predict
 from autopar.intraop.choose import SolveOptions
@@ -92,7 +92,7 @@ def summarise(c: Compilation) -> Compilation:
         chosen.price.by_kind,
         chosen.live,
         c.candidates,
-        plain({k: v for k, v in asdict(c.options).items() if isinstance(v, (str, int, float, bool, tuple, type(None)))}),
+        plain_options(c.options),
         (*_restricted(c), *c.traced.roles.notes, *(c.tried if c.microbatches > 1 else ()), *_made_again(c)),
         jax.__version__,
         microbatches=c.microbatches,

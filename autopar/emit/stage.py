@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.emit.manual import Device, Emission
 from autopar.emit.regions import run
 from autopar.errors import CheckError
+from autopar.interop.split import AFTER, BEFORE, FORWARD, StageGraph, microbatch_loop
 from autopar.ir.graph import BOUNDARY, ROOT, Aval, Graph
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import operand_sharding, result_sharding
@@ -54,7 +55,7 @@ class Slot:
 class Piece:
     """One program of a stage. `parts` are the parts of the graph that it runs (`Op.part`), `extra` the ops that it runs for itself first.
 
-    `inputs` and `outputs` are in order; `counts` says whether it needs the number of the microbatch.
+    `inputs` and `outputs` are in order; `moves` are those of the plan that it makes.
     """
 
     parts: tuple[int, ...]
@@ -62,7 +63,7 @@ class Piece:
     extra: tuple[int, ...]
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
-    counts: bool
+    moves: tuple[int, ...]
 
 
 def form_of(value: int, sharding: TensorSharding, generation: int = 0) -> Form:
@@ -78,6 +79,7 @@ class _Draft:
     inputs: dict[Slot, None] = field(default_factory=dict)
     outputs: dict[Slot, None] = field(default_factory=dict)
     there: set[Form] = field(default_factory=set)
+    moves: list[int] = field(default_factory=list)
 
 
 class Cutter:
@@ -92,27 +94,25 @@ class Cutter:
         self.graph: Graph = emission.graph
         self.sent = frozenset(sent)
         self.stacked = {self.graph.inputs[k] for k in received}
-        self.moves = {(m.value, str(m.target), m.generation): m for m in emission.plan.moves}
+        self.moves = {(m.value, str(m.target), m.generation): k for k, m in enumerate(emission.plan.moves)}
         self.drafts = [_Draft(parts) for parts in pieces]
         self.of_part = {p: n for n, parts in enumerate(pieces) for p in parts}
         self.where: dict[Form, int] = {}
         """Form -> the piece that makes it first; -1 for inputs."""
-        self.inner = self._inner()
-        ops = self.graph.ops
-        self.exits = {ops[i].results[0]: j for i, j in self.graph.goes_round if ops[j].param("region") == loop}
-        """What the loop carries, as it is inside -> the op by which it leaves."""
-        self.carried_out = {ops[j].results[0]: j for j in self.exits.values()}
 
-    def _inner(self) -> set[int]:
-        """The values that stand inside of the loop over microbatches, ports to it left out."""
-        graph = self.graph
-        return {r for op in graph.ops if self.loop in graph.path(op.region) for r in op.results}
+    @staticmethod
+    def of(emission: Emission, stage: StageGraph, backward: Sequence[tuple[int, ...]]) -> Cutter:
+        """The cutter of a stage whose backward runs as these pieces."""
+        parts = [(BEFORE,), (FORWARD,), *backward, *((AFTER + r,) for r in range(stage.rounds))]
+        received = [p.position for p in stage.receives if p.when == "each"]
+        sent = [p.position for p in stage.sends if p.when == "each"]
+        return Cutter(emission, microbatch_loop(emission.graph), parts, received, sent)
 
     def pieces(self) -> tuple[Piece, ...]:
         graph, plan = self.graph, self.emission.plan
         for v, s in zip(graph.inputs, plan.inputs, strict=True):
             self.where[form_of(v, s)] = -1
-        for n, draft in enumerate(self.drafts):
+        for n in range(len(self.drafts)):
             for i in self._ops(n):
                 self._op(i, n)
             if n == 0:
@@ -217,13 +217,15 @@ class Cutter:
         if source is not None and source != n:
             self._bring(form, source, n)
             return
-        move = self.moves.get((form.value, form.text, form.generation))
-        if move is None:
+        k = self.moves.get((form.value, form.text, form.generation))
+        if k is None:
             if source == n:
                 return
             raise CheckError(f"the plan has no move that brings value {form.value} to {form.text} (generation {form.generation}).")
+        move = self.emission.plan.moves[k]
         self.need(form_of(move.value, move.source, move.source_generation), n)
         self.where.setdefault(form, n)
+        draft.moves.append(k)
 
     def _result(self, i: int, value: int) -> TensorSharding:
         return result_sharding(self.emission.rules[i], self.emission.plan.strategies[i], self.graph.ops[i].results.index(value))
@@ -259,15 +261,14 @@ class Cutter:
             for k, o in enumerate(op.operands):
                 if isinstance(o, int):
                     self.need(self._operand(i, k), n)
-            for k, r in enumerate(op.results):
+            for r in op.results:
                 draft.there.add(form_of(r, self._result(i, r)))
             draft.extra[i] = None
 
     def _finished(self, draft: _Draft) -> Piece:
         ops = [i for i, op in enumerate(self.graph.ops) if op.part in draft.parts and not self._is_port(i)]
-        counts = any(self.graph.ops[i].primitive == "loop_slice" and self._is_port(i) for i in draft.extra)
         extra = tuple(sorted(i for i in draft.extra if i not in set(ops)))
-        return Piece(draft.parts, _ranges(ops), extra, tuple(draft.inputs), tuple(draft.outputs), counts)
+        return Piece(draft.parts, _ranges(ops), extra, tuple(draft.inputs), tuple(draft.outputs), tuple(draft.moves))
 
 
 def _ranges(ops: Sequence[int]) -> tuple[tuple[int, int], ...]:

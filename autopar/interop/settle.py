@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.interop.split import StageGraph
 from autopar.intraop.connect import made, needs, number
 from autopar.intraop.reshard import Price, cheapest
 from autopar.intraop.strategies import enumerate_strategies
-from autopar.interop.split import StageGraph
 from autopar.ir.check import check_plan
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh

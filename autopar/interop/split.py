@@ -59,11 +59,6 @@ class StageGraph:
     sends: tuple[Port, ...]
     rounds: int
 
-    @property
-    def region(self) -> int:
-        """The loop over the microbatches."""
-        return microbatch_loop(self.graph)
-
 
 def microbatch_loop(graph: Graph) -> int:
     """The outermost loop in which ops of layers or pieces stand."""

@@ -65,9 +65,9 @@ def enumerate_problem(
 ) -> tuple[Problem, Layout]:
     """The intra-op programme on `pricer.mesh`, priced, with its layout.
 
-    `pins` restricts the shardings of graph inputs, by value. `layered` lets conversions be made again for backward. With `doubled`,
-    whose graph is that of `shape`, late users take a value as it was kept or made again, and the first choice of what may
-    be left out is that it is: such a problem says what to make again, and has no plan. With `only` each node has but these
+    `pins` restricts the shardings of graph inputs, by value, and of output k under -1 - k. `layered` lets conversions be made again for
+    backward. With `doubled`, whose graph is that of `shape`, late users take a value as it was kept or made again, and the first choice
+    of what may be left out is that it is: such a problem says what to make again, and has no plan. With `only` each node has but these
     choices of the whole problem, beside being left out.
     """
     return _Enumerator(shape, pricer, budget, dict(pins or {}), layered, doubled, only).run()
@@ -209,7 +209,7 @@ class _Enumerator:
                 self.input_node[v] = node(self._input_kind(v), self.pins.get(v) or self._border_of(v))
         for k, o in enumerate(self.graph.outputs):
             if isinstance(o, int) and k not in self.tied and o not in self.graph.free:
-                self.output_node[k] = node(("out", k), self._border_of(o, False))
+                self.output_node[k] = node(("out", k), self.pins.get(-1 - k) or self._border_of(o, False))
 
     def _border_of(self, v: int, going_in: bool = True) -> tuple[TensorSharding, ...]:
         """The shardings that an input or an output may have."""
@@ -411,6 +411,7 @@ class _Enumerator:
                 continue
             start, stop = self._interval(v, value)
             nbytes = self._local_bytes(value.vector, self.graph.avals[v])
+            nbytes = nbytes * self.shape.flight if v in self.shape.kept else nbytes
             key = (value.node, start, stop)
             total[key] = total[key] + nbytes if key in total else nbytes
         return [Usage(node, start, stop, nbytes) for (node, start, stop), nbytes in total.items()]

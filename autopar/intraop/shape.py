@@ -11,7 +11,7 @@ from autopar.costs import Charges
 from autopar.intraop.clusters import Cluster, find_clusters, is_elementwise
 from autopar.intraop.fold import Folded, fold, unfolded
 from autopar.intraop.restrict import Limits, limits_of
-from autopar.ir.graph import Graph
+from autopar.ir.graph import ROOT, Graph
 from autopar.ir.restriction import Restriction
 from autopar.ir.rule import ShardingRule
 
@@ -20,7 +20,8 @@ from autopar.ir.rule import ShardingRule
 class Shape:
     """What of a program does not depend on the mesh: rules, fusion charges, clusters and their fold.
 
-    `carried` pairs input and output positions of one piece of state; `limits` says which choices a restriction leaves.
+    `carried` pairs input and output positions of one piece of state; `limits` says which choices a restriction leaves. `flight` is how many
+    microbatches a pipeline stage has in flight, each of which keeps what backward reads of forward.
     """
 
     graph: Graph
@@ -31,6 +32,16 @@ class Shape:
     folded: Folded
     donated: bool = True
     limits: Limits | None = None
+    flight: int = 1
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """The values that each microbatch in flight keeps: made in its forward, or come from another stage, and read in its backward."""
+        if self.flight == 1:
+            return frozenset()
+        late = {o for op in self.graph.ops if op.phase == "backward" and op.region != ROOT for o in op.inputs}
+        early = (op for op in self.graph.ops if (op.phase == "forward" and op.region != ROOT) or op.primitive == "loop_slice")
+        return frozenset(r for op in early for r in op.results if r in late) - self.graph.free
 
     @cached_property
     def cluster_of(self) -> dict[int, int]:
@@ -57,6 +68,7 @@ def shape_of(
     donated: bool = True,
     restriction: Restriction | None = None,
     batch: Sequence[int] | None = None,
+    flight: int = 1,
 ) -> Shape:
     """Cluster and fold a graph. `pinned` marks graph inputs that must not be folded with others, by value; `batch` are the positions of
     inputs that hold the batch, where they are known."""
@@ -67,4 +79,4 @@ def shape_of(
     known = limits.labels.dims if limits else ()
     marks: dict[int, Hashable] = {v: (n in tied, (pinned or {}).get(v), known and known[v]) for n, v in enumerate(graph.inputs)}
     folded = fold(graph, clusters, charges, marks, tags=limits.tag if limits else None) if folding else unfolded(clusters)
-    return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated, limits)
+    return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated, limits, flight)

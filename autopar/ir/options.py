@@ -27,6 +27,15 @@ def count_or_auto(name: str, value: Any) -> int | str:
     return int(value)
 
 
+def stages(value: Any) -> int | str:
+    """A number of pipeline stages, "auto", or "off"."""
+    if isinstance(value, str) and value in ("auto", "off"):
+        return value
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"stages must be a positive whole number, 'auto' or 'off', not {value!r}.")
+    return int(value)
+
+
 def flag(name: str, value: Any) -> bool:
     """True or False, and nothing that only counts as such."""
     if not isinstance(value, bool):

@@ -11,6 +11,9 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.sharding import Axes, Move, TensorSharding
 from autopar.ir.strategy import Strategy
 
+STAGE_AXIS = "stage"
+"""The axis of a plan's mesh along which its stages stand, and by which a user's mesh says so."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
@@ -66,18 +69,25 @@ class ShardingPlan:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One input or output of the step: its path in the argument tree, what it is for, and where it lies."""
+    """One input or output of the step: its path in the argument tree, what it is for, and where it lies.
+
+    `stage` is the pipeline stage on whose devices it lies; the first one, where several read it.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     role: str
     sharding: TensorSharding
+    stage: int = 0
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A planned collective. `nbytes` is the operand's on one device, in the dtype that moves; `times` per step."""
+    """A planned collective. `nbytes` is the operand's on one device, in the dtype that moves; `times` per step.
+
+    Ids are unique within a stage.
+    """
 
     id: str
     kind: str
@@ -90,6 +100,7 @@ class Collective:
     purpose: str
     phase: str
     source: str
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,12 +157,55 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """What a stage gives stage `target`: `values` whole arrays of `nbytes` bytes in all, `before` the microbatches, in `each`, or `after`.
+
+    `seconds` is what it takes each time.
+    """
+
+    target: int
+    when: str
+    values: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: layers from the first to before the last of `layers`, on `devices` (first, number).
+
+    `sharding` is for the graph of the stage's share of the step, with the values `recomputed` made again. Seconds are predicted, per step
+    `before_s` and `after_s` and per microbatch `forward_s`, `input_s` (backward as far as cotangents for other stages need it) and
+    `weight_s` (the rest of it). Bytes are those of one device: all in all at the peak, and what one microbatch keeps from forward to
+    backward, of which `in_flight` stand there at once.
+    """
+
+    layers: tuple[int, int]
+    devices: tuple[int, int]
+    sharding: ShardingPlan
+    recomputed: tuple[int, ...]
+    before_s: float
+    forward_s: float
+    input_s: float
+    weight_s: float
+    after_s: float
+    argument_bytes: int
+    peak_bytes: int
+    residual_bytes: int
+    in_flight: int
+    sends: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """All of a plan. A plan refers to ops and leaves by canonical index and path; `fingerprint` ties it to its program.
 
     `cost_split` gives predicted seconds by kind (`matmul`, `memory-bound`, `all_reduce`, ...), `live` what fills the memory
     peak as (what, bytes), `candidates` the logical meshes tried with the objective of each. `recomputed` are the values of the
     program's graph that are made again after forward, as `remat` says or `auto` chose; `sharding` is for the graph with them.
+
+    A plan in pipeline stages has them in `stages`; `layers` are the forward ops with which its layers begin, the first op left out. Its own
+    `sharding` has no strategies then, and an axis `stage` before those of each stage's mesh.
     """
 
     fingerprint: str
@@ -171,12 +225,13 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     jax_version: str = ""
-    stages: tuple[Any, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    layers: tuple[int, ...] = ()
     microbatches: int = 1
     schedule: str = "none"
     remat: str = "none"
     recomputed: tuple[int, ...] = ()
-    schema: int = 2
+    schema: int = 3
 
     @property
     def mesh(self) -> LogicalMesh:

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -23,11 +23,11 @@ import numpy as np
 from autopar.errors import CheckError, PlanError
 from autopar.ir.graph import Aval, Graph, Op, Operand
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import Collective, Leaf, Plan, PlannedMove
+from autopar.ir.plan import Leaf, Plan, PlannedMove, ShardingPlan
 from autopar.ir.sharding import Move, TensorSharding
 from autopar.ir.strategy import Strategy
 
-SCHEMA = 2
+SCHEMA = 3
 
 _AGAIN = "Plan again, or take an intact copy of the file."
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
@@ -288,24 +288,36 @@ def _check_mesh(mesh: LogicalMesh, shape: Any) -> None:
 
 
 def _check_axes(plan: Plan) -> None:
-    """Every axis that the sharding plan uses is one of the mesh, and no sharding uses one twice."""
-    known = set(plan.mesh.names)
-    sharding = plan.sharding
-    named: dict[str, tuple[Strategy | TensorSharding | PlannedMove | Collective, ...]] = {
+    """Every axis that the plan uses is one of its mesh, or of its stage's, and no sharding uses one twice."""
+    _check_sharding(plan.sharding, "")
+    meshes = [stage.sharding.mesh for stage in plan.stages] or [plan.mesh]
+    for n, stage in enumerate(plan.stages):
+        _check_sharding(stage.sharding, f"stages[{n}].")
+    for i, c in enumerate(plan.collectives):
+        if not 0 <= c.stage < len(meshes):
+            raise PlanError(f"collectives[{i}] is of stage {c.stage}, and the plan has {len(meshes)}. {_AGAIN}")
+        _check_known(f"collectives[{i}]", [c.axes], meshes[c.stage])
+
+
+def _check_sharding(sharding: ShardingPlan, where: str) -> None:
+    named: dict[str, tuple[Strategy | TensorSharding | PlannedMove, ...]] = {
         "strategies": sharding.strategies,
         "inputs": sharding.inputs,
         "outputs": sharding.outputs,
         "moves": sharding.moves,
-        "collectives": plan.collectives,
     }
     for name, things in named.items():
         for i, thing in enumerate(things):
-            for axes in _axes(thing):
-                if not known.issuperset(axes) or len(set(axes)) != len(axes):
-                    raise PlanError(f"{name}[{i}] uses axes {', '.join(axes)}; mesh ({plan.mesh}) has each of its axes once. {_AGAIN}")
+            _check_known(f"{where}{name}[{i}]", _axes(thing), sharding.mesh)
 
 
-def _axes(thing: Strategy | TensorSharding | PlannedMove | Collective | Move) -> list[tuple[str, ...]]:
+def _check_known(what: str, groups: Sequence[tuple[str, ...]], mesh: LogicalMesh) -> None:
+    for axes in groups:
+        if not set(mesh.names).issuperset(axes) or len(set(axes)) != len(axes):
+            raise PlanError(f"{what} uses axes {', '.join(axes)}; mesh ({mesh}) has each of its axes once. {_AGAIN}")
+
+
+def _axes(thing: Strategy | TensorSharding | PlannedMove | Move) -> list[tuple[str, ...]]:
     """The groups of axes in which each may occur once."""
     if isinstance(thing, Strategy):
         return [tuple(a for _, axes in thing.cuts for a in axes) + tuple(a for a, _ in thing.passes)]

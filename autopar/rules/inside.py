@@ -170,7 +170,8 @@ def _border_key(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan,
     if not c.border:
         return None
     k = moved(graph.ops[i])
-    return graph.ops[i].operands[k], operand_sharding(rules[i], plan.strategies[i], k), plan.generation(i, k), c
+    late = graph.ops[i].part > 1  # backward of a stage runs in another program than its forward
+    return graph.ops[i].operands[k], operand_sharding(rules[i], plan.strategies[i], k), plan.generation(i, k), late, c
 
 
 def _written(graphs: Sequence[Graph], axes: set[str], times: int) -> Iterator[Inside]:

@@ -14,14 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from autopar import rules
 from autopar.emit.manual import Emission, emit, named_sharding
 from autopar.emit.spmd import emit_jit
 from autopar.errors import MeshError, StateError, UsageError
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import Plan
 from autopar.ir.sharding import TensorSharding
-from autopar.runtime.program import planned
 from autopar.trace import compat
 from autopar.trace.trace import Traced
 
@@ -52,14 +49,6 @@ def own_settings(mesh: Mesh) -> Iterator[None]:
     """
     with jax.set_mesh(mesh), jax.disable_jit(False), jax.transfer_guard("allow"):
         yield
-
-
-def executable_for(plan: Plan, traced: Traced, mesh: Mesh, donate: bool = True, emitter: str = "shard_map") -> Executable:
-    """A plan and the program that it belongs to, ready to be compiled for `mesh`."""
-    traced = planned(traced, plan)
-    found = tuple(rules.rule_for(op, traced.graph.aval) for op in traced.graph.ops)
-    as_written = plan.options.get("reduce_dtype") == "as_written"
-    return Executable(traced, Emission(traced.graph, traced.program, found, plan.sharding, as_written), mesh, donate, emitter)
 
 
 class Owned:

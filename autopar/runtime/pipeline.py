@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,12 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from autopar import rules
+from autopar.emit.hlo import CompiledCollective, read_collectives
 from autopar.emit.manual import Emission, named_sharding
 from autopar.emit.stage import Cutter, Form, Piece, Slot, StageProgram, form_of, form_spec
-from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, Port, StageGraph
+from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, Port, StageGraph, microbatch_loop
+from autopar.interop.timing import schedule_of, simulate_plan
+from autopar.ir.check import check_plan
+from autopar.ir.plan import Plan
 from autopar.ir.sharding import TensorSharding
 from autopar.runtime.executor import Owned, check_leaves, own_settings, put
-from autopar.schedule import Schedule, StageCost, Task, simulate
+from autopar.runtime.program import staged
+from autopar.schedule import Schedule, Task
+from autopar.trace.recompute import recompute
+from autopar.trace.trace import Traced
 
 IN_FLIGHT = 128
 """Programs that are started ahead of those that have ended."""
@@ -41,8 +50,8 @@ class StageRun:
 
     @property
     def loop(self) -> int:
-        graph = self.emission.graph
-        return next(graph.path(op.region)[0] for op in graph.ops if op.part in (FORWARD, COTANGENT, WEIGHT) and op.region >= 0)
+        """The loop over microbatches."""
+        return microbatch_loop(self.emission.graph)
 
 
 @dataclass(eq=False)
@@ -64,15 +73,11 @@ class _Program:
 class _Stage:
     """What a stage has on its devices: its programs, and the arrays that stand there."""
 
-    def __init__(self, run: StageRun, backward: Sequence[tuple[int, ...]], donate: bool, times: int):
-        self.run, self.mesh, self.times, self.backward = run, run.mesh, times, tuple(backward)
+    def __init__(self, number: int, run: StageRun, backward: Sequence[tuple[int, ...]], donate: bool, times: int):
+        self.number, self.run, self.mesh, self.times, self.backward = number, run, run.mesh, times, tuple(backward)
         stage, emission = run.stage, run.emission
         self.graph, self.plan = emission.graph, emission.plan
-        rounds = [(AFTER + r,) for r in range(stage.rounds)]
-        parts = [(BEFORE,), (FORWARD,), *backward, *rounds]
-        received = [p.position for p in stage.receives if p.when == "each"]
-        sent = [p.position for p in stage.sends if p.when == "each"]
-        pieces = Cutter(emission, run.loop, parts, received, sent).pieces()
+        pieces = Cutter.of(emission, stage, self.backward).pieces()
         self.shardings = [named_sharding(s, run.mesh) for s in self.plan.inputs]
         self.carried = frozenset(i for i, _ in stage.carried) if donate else frozenset()
         self.place: dict[Form, int] = {form_of(v, s): k for k, (v, s) in enumerate(zip(self.graph.inputs, self.plan.inputs, strict=True))}
@@ -115,8 +120,8 @@ class _Stage:
                 found.append(2 + n)
         return tuple(found)
 
-    def compile(self) -> None:
-        """Lower and compile every piece."""
+    def lower(self) -> None:
+        """Lower every piece."""
         with own_settings(self.mesh):
             for program in self.programs.values():
                 built = program.program.build(self.mesh, self.times)
@@ -125,6 +130,11 @@ class _Stage:
                 structs = [(x,) * self.times if s.kind == "every" else x for s, x in zip(program.piece.inputs, structs, strict=True)]
                 number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self.zero.sharding)
                 program.lowered = jitted.lower(number, number, *structs)
+
+    def compile(self) -> None:
+        """Compile every piece that is lowered."""
+        with own_settings(self.mesh):
+            for program in self.programs.values():
                 program.compiled = program.lowered.compile()
 
     def start(self, parts: tuple[int, ...], m: int) -> Any:
@@ -155,6 +165,49 @@ class _Stage:
             self.carry[slot.form.value] = x
         else:
             self.once[slot.form] = x
+
+    def collectives(self) -> tuple[CompiledCollective, ...]:
+        """Those of all pieces, as often as a step runs them."""
+        found: list[CompiledCollective] = []
+        for program in self.programs.values():
+            times = self.times if program.in_loop else 1
+            found += [replace(c, times=c.times * times) for c in read_collectives(program.compiled.as_text())]
+        return tuple(found)
+
+    def peak_bytes(self, order: Sequence[Task]) -> tuple[int, int]:
+        """Bytes of its leaves on one device, and of all that stands there at the fullest time, what programs work with included."""
+        arguments = sum(self._bytes(Slot("once", form)) for form in self.place)
+        held, peak = arguments, 0
+        once: set[Slot] = set()
+        tasks = [t for t in order if t.stage == self.number]
+        runs = [((BEFORE,), 0), *((_PARTS[t.kind], t.microbatch) for t in tasks)]
+        runs += [((AFTER + r,), 0) for r in range(self.run.stage.rounds)]
+        arriving = {slot for p in self.programs.values() for slot in p.piece.inputs if slot.kind == "each"} - {
+            slot for p in self.programs.values() for slot in p.piece.outputs
+        }
+        for parts, m in runs:
+            program = self.programs[parts]
+            new = [slot for slot in program.piece.outputs if slot.kind in ("each", "begin") or (slot.kind == "once" and slot not in once)]
+            if parts == (FORWARD,):
+                new += [slot for slot in program.piece.inputs if slot in arriving]
+            elif program.in_loop:
+                forward = self.programs[(FORWARD,)].piece.inputs
+                new += [slot for slot in program.piece.inputs if slot in arriving and slot not in forward]
+            given_up = (program.piece.inputs[k - 2] for k in self.donated(program))
+            donated = sum(self._bytes(slot) for slot in given_up if slot.kind == "once")
+            held += sum(map(self._bytes, new)) - donated
+            peak = max(peak, held + int(program.compiled.memory_analysis().temp_size_in_bytes))
+            once.update(slot for slot in new if slot.kind == "once")
+            for slot in program.last:
+                if slot.kind == "each":
+                    held -= self._bytes(slot) * (self.times if not program.in_loop else 1)
+                elif slot in once and (m == self.times - 1 or not program.in_loop):
+                    held -= self._bytes(slot)
+            held -= sum(self._bytes(slot) for slot in program.piece.outputs if slot.kind == "each" and not self.reads(slot.form))
+        return arguments, peak
+
+    def _bytes(self, slot: Slot) -> int:
+        return slot.form.sharding.local_bytes(self.graph.avals[slot.form.value], self.plan.mesh, self.run.emission.as_written)
 
     def reads(self, form: Form) -> bool:
         """Whether the stage itself still needs what each microbatch makes."""
@@ -191,24 +244,82 @@ class _Flight:
             self.tokens.popleft().block_until_ready()
 
 
+@dataclass(frozen=True, eq=False)
+class LoweredStages:
+    """The programs of all stages, lowered."""
+
+    programs: tuple[Any, ...]
+
+    def as_text(self) -> str:
+        """All of them, one after the other."""
+        return "\n".join(p.as_text() for p in self.programs)
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledStages:
+    """The programs of all stages, compiled."""
+
+    programs: tuple[Any, ...]
+
+    def as_text(self) -> str:
+        """All of them, one after the other."""
+        return "\n".join(p.as_text() for p in self.programs)
+
+    def cost_analysis(self) -> dict[str, float]:
+        """What JAX says of each program, added up; each counts once, however often a step runs it."""
+        found: dict[str, float] = {}
+        for program in self.programs:
+            for key, value in (program.cost_analysis() or {}).items():
+                found[key] = found.get(key, 0.0) + float(value)
+        return found
+
+
 class PipelineExecutable:
     """A plan in stages, compiled for devices that are here. Calling it with flat leaves runs one step and returns flat outputs."""
 
-    def __init__(self, runs: Sequence[StageRun], schedule: Schedule, order: Sequence[Task], donate: bool, names: Sequence[str], outputs: int):
-        self.schedule, self.order, self.names, self.num_outputs = schedule, tuple(order), tuple(names), outputs
-        self.stages = [_Stage(run, _backward(schedule, n), donate, schedule.num_microbatches) for n, run in enumerate(runs)]
+    def __init__(self, runs: Sequence[StageRun], schedule: Schedule, order: Sequence[Task], donate: bool, mesh: Mesh, traced: Traced):
+        self.schedule, self.order, self.mesh, self.traced = schedule, tuple(order), mesh, traced
+        self.names, self.num_outputs = traced.graph.input_names, len(traced.graph.outputs)
+        self.stages = [_Stage(n, run, _backward(schedule, n), donate, schedule.num_microbatches) for n, run in enumerate(runs)]
         self.transfers = self._transfers()
         self.rounds = max(run.stage.rounds for run in runs)
         cpu = runs[0].mesh.devices.flat[0].platform == "cpu" and tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
         self.most = IN_FLIGHT_CPU if cpu else IN_FLIGHT
-        self.has_compiled = False
 
-    def compile(self) -> None:
-        """Compile every program, once."""
-        if not self.has_compiled:
-            for stage in self.stages:
-                stage.compile()
-            self.has_compiled = True
+    @cached_property
+    def lowered(self) -> LoweredStages:
+        """Every program, lowered once."""
+        for stage in self.stages:
+            stage.lower()
+        return LoweredStages(tuple(p.lowered for stage in self.stages for p in stage.programs.values()))
+
+    def lower(self) -> LoweredStages:
+        """The programs lowered for the mesh."""
+        return self.lowered
+
+    @cached_property
+    def compiled(self) -> CompiledStages:
+        """Every program, compiled once."""
+        self.lowered  # noqa: B018
+        for stage in self.stages:
+            stage.compile()
+        return CompiledStages(tuple(p.compiled for stage in self.stages for p in stage.programs.values()))
+
+    def collectives(self, stage: int) -> tuple[CompiledCollective, ...]:
+        """What one stage's compiled programs contain, as often as a step runs them."""
+        self.compiled  # noqa: B018
+        return self.stages[stage].collectives()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the fullest device: of leaves, of all else, and together, from what XLA says of each program and what stands by."""
+        self.compiled  # noqa: B018
+        found: dict[int, tuple[int, int]] = {}
+        for n, stage in enumerate(self.stages):
+            arguments, peak = stage.peak_bytes(self.order)
+            a, b = found.get(self.schedule.device_of[n], (0, 0))
+            found[self.schedule.device_of[n]] = a + arguments, b + peak
+        arguments, peak = max(found.values(), key=lambda pair: pair[1])
+        return {"argument": arguments, "output": 0, "alias": 0, "temp": peak - arguments, "total": peak}
 
     def _transfers(self) -> Mapping[tuple[int, int], tuple[_Transfer, ...]]:
         """(stage, part) -> what goes to other stages once that part has run."""
@@ -224,7 +335,7 @@ class PipelineExecutable:
 
     def __call__(self, leaves: Sequence[Any], owned: Owned) -> list[Any]:
         check_leaves(leaves, self.names)
-        self.compile()
+        self.compiled  # noqa: B018
         try:
             return self._step(leaves, owned)
         finally:
@@ -237,17 +348,17 @@ class PipelineExecutable:
             self._place(leaves, owned)
             for n in range(len(self.stages)):
                 self._send(n, (BEFORE,), 0)
-            for n, stage in enumerate(self.stages):
+            for stage in self.stages:
                 flight.add(stage.start((BEFORE,), 0))
             for task in self.order:
                 parts = _PARTS[task.kind]
                 flight.add(self.stages[task.stage].start(parts, task.microbatch))
                 self._send(task.stage, parts, task.microbatch)
             for r in range(self.rounds):
-                for n, stage in enumerate(self.stages):
+                for stage in self.stages:
                     if r < stage.run.stage.rounds:
                         flight.add(stage.start((AFTER + r,), 0))
-                for n, stage in enumerate(self.stages):
+                for n in range(len(self.stages)):
                     self._send(n, (AFTER + r,), 0)
             outputs: list[Any] = [None] * self.num_outputs
             for stage in self.stages:
@@ -331,6 +442,17 @@ def _backward(schedule: Schedule, stage: int) -> list[tuple[int, ...]]:
     return [_PARTS[kind] for kind in "BIW" if kind in kinds]
 
 
-def order_of(schedule: Schedule) -> tuple[Task, ...]:
-    """The tasks in the order in which one thread had better start them: that in which they begin where backward takes twice forward's time."""
-    return tuple(span.task for span in simulate(schedule, [StageCost(1.0, 2.0, 1.0, 1.0)] * schedule.num_stages).order)
+def pipeline_for(plan: Plan, traced: Traced, mesh: Mesh, donate: bool = True) -> PipelineExecutable:
+    """A plan in stages and the program that it belongs to, ready to be compiled for `mesh`, whose first axis is that of the stages."""
+    program = staged(traced, plan)
+    schedule = schedule_of(plan)
+    as_written = plan.options.get("reduce_dtype") == "as_written"
+    runs = []
+    for n, (stage, data) in enumerate(zip(program.stages, plan.stages, strict=True)):
+        graph = recompute(stage.graph, data.recomputed) if data.recomputed else stage.graph
+        found = tuple(rules.rule_for(op, graph.aval) for op in graph.ops)
+        where = mesh.devices[schedule.device_of[n]].reshape(data.sharding.mesh.sizes)
+        emission = Emission(graph, program.whole.program, found, check_plan(graph, found, data.sharding), as_written)
+        runs.append(StageRun(stage, emission, program.constants(n), Mesh(where, data.sharding.mesh.names)))
+    order = [span.task for span in simulate_plan(schedule, plan.stages).order]
+    return PipelineExecutable(runs, schedule, order, donate, mesh, traced)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,8 @@ from autopar import rules
 from autopar.emit.lower import lower
 from autopar.emit.place import Place
 from autopar.errors import MicrobatchError, PlanError
+from autopar.interop import Layers, layers_at, ops_of
+from autopar.interop.split import StageGraph, microbatch_loop, split
 from autopar.ir.graph import Aval, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
@@ -51,8 +53,11 @@ def in_microbatches(traced: Traced, count: int, batch_argnums: Sequence[int] = (
 
     Raises `MicrobatchError` where that cannot be.
     """
-    if count == 1:
-        return traced
+    return traced if count == 1 else _divided(traced, count, batch_argnums, accumulate_dtype)
+
+
+def _divided(traced: Traced, count: int, batch_argnums: Sequence[int], accumulate_dtype: str) -> Traced:
+    """The same as a loop, be it of one microbatch."""
     batch = batch_leaves(traced.signature, traced.roles, traced.graph, batch_argnums)
     if not batch:
         raise MicrobatchError(
@@ -67,6 +72,58 @@ def in_microbatches(traced: Traced, count: int, batch_argnums: Sequence[int] = (
     parts = separate(graph, found, batch, count)
     divided = divide(graph, traced.program, found, parts, _lower, accumulate_dtype == "as_written")
     return replace(traced, graph=divided.graph, program=divided.program)
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """A step in pipeline stages: the whole of it as a loop over microbatches, and each stage's share."""
+
+    whole: Traced
+    stages: tuple[StageGraph, ...]
+
+    def constants(self, stage: int) -> tuple[Any, ...]:
+        """The closed-over constants that a stage reads."""
+        graph = self.whole.graph
+        first = len(graph.inputs) - graph.num_constants
+        return tuple(self.whole.program.constants[k - first] for k in self.stages[stage].leaves if k >= first)
+
+
+@dataclass(frozen=True, eq=False)
+class Layered:
+    """A step as a loop over microbatches whose ops know their layers."""
+
+    traced: Traced
+    layers: Layers
+
+    def staged(self, stage_of: Sequence[int]) -> Staged:
+        """The stages of layers that are told which stage they belong to."""
+        graph = self.traced.graph
+        loop = microbatch_loop(graph)
+        return Staged(self.traced, split(graph, loop, self.traced.roles.carried, stage_of))
+
+
+def in_layers(
+    traced: Traced, layers: Layers, count: int, batch_argnums: Sequence[int] = (), accumulate_dtype: str = "float32"
+) -> Layered:
+    """The step as a loop over `count` microbatches, its ops marked with their layers. Raises `MicrobatchError`."""
+    marked = tuple(replace(op, part=layer) for op, layer in zip(traced.graph.ops, layers.layer_of, strict=True))
+    whole = replace(traced, graph=replace(traced.graph, ops=marked))
+    return Layered(_divided(whole, count, batch_argnums, accumulate_dtype), layers)
+
+
+def staged(traced: Traced, plan: Plan) -> Staged:
+    """The stages that a plan is for. Raises `PlanError` where the plan asks for what its program does not allow."""
+    ops = ops_of(traced.graph, traced.roles.carried)
+    options = plan.options
+    try:
+        layers = layers_at(ops, plan.layers)
+        layered = in_layers(traced, layers, plan.microbatches, options.get("batch_argnums", ()), str(options.get("accumulate_dtype", "")))
+    except (MicrobatchError, IndexError) as error:
+        raise PlanError(f"the plan cuts its program where that cannot be cut: {error}") from error
+    stage_of = [s for s, stage in enumerate(plan.stages) for _ in range(*stage.layers)]
+    if len(stage_of) != len(plan.layers) + 1:
+        raise PlanError(f"the plan's stages hold {len(stage_of)} layers of {len(plan.layers) + 1}.")
+    return layered.staged(stage_of)
 
 
 def _lower(

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar.emit.hlo import CompiledCollective, read_collectives
+from autopar.emit.hlo import CompiledCollective
 from autopar.ir.plan import Plan
-from autopar.runtime.executor import Executable
+from autopar.runtime.executable import AnyExecutable
 from autopar.runtime.verify import (
     LeafError,
     Run,
@@ -19,6 +19,7 @@ from autopar.runtime.verify import (
     check_memory,
     check_numbers,
     check_time,
+    compiled_collectives,
     compiled_memory,
     run_beside,
 )
@@ -76,7 +77,7 @@ def _median(seconds: Sequence[float]) -> float:
 def attempt(
     plan: Plan,
     traced: Traced,
-    executable: Executable,
+    executable: AnyExecutable,
     leaves: Sequence[Any],
     steps: int,
     on_step: OnStep = lambda n, loss: None,
@@ -94,7 +95,7 @@ def attempt(
     checks = Verification(
         check_numbers(run), check_collectives(plan, executable), check_memory(plan, executable), check_time(plan, run.seconds)
     )
-    compiled = read_collectives(executable.compiled.as_text())
+    compiled = compiled_collectives(executable)
     return Trial(checks, run, compiled_memory(executable), compiled, tuple(losses))
 
 

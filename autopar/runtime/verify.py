@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.emit.compare import CollectiveCheck, compare_collectives
-from autopar.emit.hlo import read_collectives
+from autopar.emit.hlo import CompiledCollective, read_collectives
 from autopar.ir.plan import Plan
-from autopar.runtime.executor import Executable, Owned
+from autopar.runtime.executable import AnyExecutable
+from autopar.runtime.executor import Owned
+from autopar.runtime.pipeline import PipelineExecutable
 from autopar.trace.trace import Traced
 
 
@@ -146,7 +148,7 @@ class Run:
 
 def run_beside(
     traced: Traced,
-    executable: Executable,
+    executable: AnyExecutable,
     leaves: Sequence[Any],
     steps: int,
     on_step: Callable[[int, Sequence[Any], Sequence[LeafError]], None] | None = None,
@@ -204,7 +206,7 @@ def _flat(traced: Traced) -> Callable[..., list[Any]]:
     return flat
 
 
-def verify(plan: Plan, traced: Traced, executable: Executable, leaves: Sequence[Any], steps: int = 3) -> Verification:
+def verify(plan: Plan, traced: Traced, executable: AnyExecutable, leaves: Sequence[Any], steps: int = 3) -> Verification:
     """All four checks, over `steps` steps from these leaves."""
     run = run_beside(traced, executable, leaves, steps)
     return Verification(
@@ -225,13 +227,40 @@ def check_numbers(run: Run) -> Check:
     return Check("numbers", "one device's", found, not bad, detail)
 
 
-def collective_check(plan: Plan, executable: Executable) -> CollectiveCheck:
+def collective_check(plan: Plan, executable: AnyExecutable) -> CollectiveCheck:
     """Planned against compiled collectives."""
+    if isinstance(executable, PipelineExecutable):
+        return _by_stage(plan, executable)
     platform = executable.mesh.devices.flat[0].platform
     return compare_collectives(plan.collectives, read_collectives(executable.compiled.as_text()), platform, plan.mesh)
 
 
-def check_collectives(plan: Plan, executable: Executable) -> Check:
+def _by_stage(plan: Plan, executable: PipelineExecutable) -> CollectiveCheck:
+    """The same stage by stage, as one."""
+    platform = executable.mesh.devices.flat[0].platform
+    found = []
+    for n, stage in enumerate(plan.stages):
+        planned = [c for c in plan.collectives if c.stage == n]
+        found.append(compare_collectives(planned, executable.collectives(n), platform, stage.sharding.mesh))
+    return CollectiveCheck(
+        all(f.agree for f in found),
+        tuple(c for f in found for c in f.missing),
+        tuple(c for f in found for c in f.unexpected),
+        tuple(d for f in found for d in f.differing),
+        sum(f.planned_bytes for f in found),
+        sum(f.compiled_bytes for f in found),
+        tuple(dict.fromkeys(name for f in found for name in f.rewrites)),
+    )
+
+
+def compiled_collectives(executable: AnyExecutable) -> tuple[CompiledCollective, ...]:
+    """The collectives of all compiled programs of an executable."""
+    if isinstance(executable, PipelineExecutable):
+        return tuple(c for n in range(len(executable.stages)) for c in executable.collectives(n))
+    return read_collectives(executable.compiled.as_text())
+
+
+def check_collectives(plan: Plan, executable: AnyExecutable) -> Check:
     """The compiled program's collectives are the planned ones."""
     found = collective_check(plan, executable)
     count = len(plan.collectives)
@@ -247,8 +276,10 @@ MEMORY_FLOOR = 256 * 1024
 """Bytes of temporaries below which buffers too small to plan decide."""
 
 
-def compiled_memory(executable: Executable) -> dict[str, int]:
+def compiled_memory(executable: AnyExecutable) -> dict[str, int]:
     """Bytes per device from XLA: arguments, outputs, aliased (donated), temporaries, and their sum."""
+    if isinstance(executable, PipelineExecutable):
+        return executable.memory()
     m = executable.compiled.memory_analysis()
     sizes = {
         "argument": m.argument_size_in_bytes,
@@ -259,7 +290,7 @@ def compiled_memory(executable: Executable) -> dict[str, int]:
     return sizes | {"total": sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]}
 
 
-def check_memory(plan: Plan, executable: Executable) -> Check:
+def check_memory(plan: Plan, executable: AnyExecutable) -> Check:
     """Temporaries against XLA's; the rest of memory follows exactly from the shardings."""
     found = compiled_memory(executable)
     predicted = plan.predicted.temp_bytes

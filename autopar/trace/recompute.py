@@ -102,7 +102,8 @@ class _Rewriter:
                     placed.append(((*where, 0), self._gate(o, self.ops[where[0]], i)))
             op = self.ops[i]
             results = tuple(self.twin[r] for r in op.results)
-            again = replace(op, operands=tuple(map(self._read, op.operands)), results=results, phase=self.ops[at].phase, again=True, part=self.ops[at].part)
+            reader, operands = self.ops[at], tuple(map(self._read, op.operands))
+            again = replace(op, operands=operands, results=results, phase=reader.phase, again=True, part=reader.part)
             placed.append(((at, i, 1), again))
         for i, op in enumerate(self.ops):
             late = op.phase != "forward" and not self._leaves(op)

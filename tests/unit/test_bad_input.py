@@ -268,7 +268,7 @@ def test_plan_files_that_are_none(tmp_path):
     plan().save(whole)
     for name, text, message in (
         ("cut.json", whole.read_text()[:-200], "not JSON, or was cut off"),
-        ("future.json", whole.read_text().replace('"schema": 2', '"schema": 99', 1), "schema 99; this version of autopar reads schema 2"),
+        ("future.json", whole.read_text().replace('"schema": 3', '"schema": 99', 1), "schema 99; this version of autopar reads schema 3"),
         ("other.json", "[]", "a plan is a JSON object"),
     ):
         (tmp_path / name).write_text(text)

@@ -97,7 +97,7 @@ def test_json_on_standard_output_is_one_document_and_nothing_else(step_file):
     done = subprocess.run(program, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document["schema"] == 2
+    assert document["schema"] == 3
     assert document["inputs"][0]["shape"] == [8, 8]
     assert {"predicted", "collectives", "solve", "timings", "mesh_shape"} <= document.keys()
     assert "the user's own output" in done.stderr

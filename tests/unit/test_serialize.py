@@ -146,7 +146,7 @@ def test_a_plan_comes_back_from_its_file_as_it_was(plan, tmp_path):
 
 def test_the_keys_are_the_attributes_of_a_plan(plan):
     document = plan_to_dict(plan)
-    assert document["schema"] == 2
+    assert document["schema"] == 3
     assert document["mesh_shape"] == {"x": 2, "y": 4}
     for key, value in document.items():
         assert hasattr(plan, key), key
@@ -222,7 +222,7 @@ def test_a_missing_key_is_refused_by_name(path):
 
 @pytest.mark.parametrize("schema", [0, 1, 99, "2", True, None, 2.0])
 def test_an_unknown_schema_is_refused_with_what_to_do(plan, schema):
-    with pytest.raises(PlanError, match="reads schema 2. Plan again"):
+    with pytest.raises(PlanError, match="reads schema 3. Plan again"):
         plan_from_dict(plan_to_dict(plan) | {"schema": schema})
 
 
