@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.interop.split import StageGraph
+from autopar.interop.split import COTANGENT, FORWARD, WEIGHT, StageGraph
 from autopar.intraop.connect import made, needs, number
 from autopar.intraop.reshard import Price, cheapest
 from autopar.intraop.strategies import enumerate_strategies
 from autopar.ir.check import check_plan
-from autopar.ir.graph import Graph
+from autopar.ir.graph import BOUNDARY, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import PlannedMove, ShardingPlan
 from autopar.ir.rule import ShardingRule
@@ -130,7 +130,7 @@ class _Editor:
             moves=number(moves),
             regenerated=regenerated,
         )
-        return check_plan(p.graph, self.rules, settled)
+        return check_plan(p.graph, self.rules, _made_again(p.graph, self.rules, settled))
 
     def _operand(self, i: int, k: int) -> int:
         graph = self.planned.graph
@@ -159,12 +159,45 @@ class _Editor:
         return moves
 
 
-def crossing(stages: Sequence[Planned]) -> Mapping[tuple[int, int], float]:
-    """(sender, reader) -> bytes of what goes from one to the other per step, whole values."""
-    found: dict[tuple[int, int], float] = {}
-    for n, planned in enumerate(stages):
-        for port in planned.stage.sends:
-            value = planned.stage.graph.outputs[port.position]
-            assert isinstance(value, int)
-            found[n, port.other] = found.get((n, port.other), 0.0) + planned.stage.graph.avals[value].nbytes
+def _made_again(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan) -> ShardingPlan:
+    """The plan in which backward converts for itself what no microbatch changes, such as weights that are kept in parts.
+
+    Else each microbatch in flight would keep the converted form from its forward on.
+    """
+    late = [i for i, op in enumerate(graph.ops) if op.part in (COTANGENT, WEIGHT) and op.primitive not in BOUNDARY]
+    early = {i for i, op in enumerate(graph.ops) if op.part == FORWARD}
+    read = {
+        (o, operand_sharding(rules[i], plan.strategies[i], k))
+        for i in early
+        for k, o in enumerate(graph.ops[i].operands)
+        if isinstance(o, int) and not plan.generation(i, k)
+    }
+    moves = {(m.value, m.target): m for m in plan.moves if not m.generation}
+    again: dict[tuple[int, TensorSharding], int] = {}
+    added: list[PlannedMove] = []
+    regenerated = set(plan.regenerated)
+    for i in late:
+        for k, o in enumerate(graph.ops[i].operands):
+            if not isinstance(o, int) or o not in graph.fixed_inside or plan.generation(i, k):
+                continue
+            form = (o, operand_sharding(rules[i], plan.strategies[i], k))
+            if form in moves and form in read:
+                generation = 1 + max([m.generation for m in plan.moves if m.value == o] + [0])
+                for m in _way(form, moves):
+                    if (o, m.target) not in again:
+                        source = again.get((o, m.source), 0)
+                        again[o, m.target] = generation
+                        added.append(replace(m, generation=generation, source_generation=source, gate=-1))
+                regenerated.add((i, k, again[form]))
+    return replace(plan, moves=number((*plan.moves, *added)), regenerated=frozenset(regenerated))
+
+
+def _way(form: tuple[int, TensorSharding], moves: Mapping[tuple[int, TensorSharding], PlannedMove]) -> list[PlannedMove]:
+    """The moves that lead to a form, in order."""
+    found: list[PlannedMove] = []
+    value, sharding = form
+    while (m := moves.get((value, sharding))) is not None:
+        found.insert(0, m)
+        sharding = m.source
     return found
+
