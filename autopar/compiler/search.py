@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from autopar.compiler.compilation import Compilation
-from autopar.compiler.stages import plan_in_stages
+from autopar.compiler.stages import plan_for_any_stages, plan_in_stages
 from autopar.compiler.steps import run
 from autopar.errors import InfeasibleError, MicrobatchError, SolverError
 from autopar.trace.roles import batch_leaves
@@ -18,11 +18,17 @@ def compile_plan(compilation: Compilation) -> Compilation:
     """Run every step in order, for each number of microbatches that is worth it; the fastest plan is taken."""
     asked = 1 if compilation.restriction is not None and compilation.options.microbatches == "auto" else compilation.options.microbatches
     with without_collector():
-        if isinstance(compilation.options.stages, int) and compilation.options.stages > 1:
-            return plan_in_stages(compilation)
-        if isinstance(asked, int):
-            return run(replace(compilation, microbatches=asked))
-        return _as_memory_asks(compilation)
+        stages = compilation.options.stages
+        if isinstance(stages, int) and stages > 1:
+            return plan_in_stages(compilation, stages)
+        if stages == "auto":
+            return plan_for_any_stages(compilation, lambda c: _whole(c, asked))
+        return _whole(compilation, asked)
+
+
+def _whole(c: Compilation, asked: int | str) -> Compilation:
+    """A plan in one stage."""
+    return run(replace(c, microbatches=asked)) if isinstance(asked, int) else _as_memory_asks(c)
 
 
 def _as_memory_asks(c: Compilation) -> Compilation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from autopar.compiler.predict import peak_rate
 from autopar.costs import Pricer
 from autopar.emit.manual import Emission
 from autopar.emit.stage import Cutter, Piece
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import AutoparError, InfeasibleError, MicrobatchError, SolverError, UsageError
 from autopar.interop import Layers, find_layers, ops_of
 from autopar.interop.settle import Planned, settle
 from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, StageGraph
@@ -36,21 +36,23 @@ from autopar.runtime.program import Staged, in_layers
 from autopar.schedule import Schedule, Simulation, build
 from autopar.trace.roles import batch_leaves
 
-IN_TIME = ("1f1b", "zero_bubble", "eager_1f1b", "gpipe")
-"""Schedules among which `auto` chooses, what holds least first."""
+IN_TIME = ("eager_1f1b", "zero_bubble", "1f1b")
+"""Schedules among which `auto` chooses, what holds most first: where memory decides nothing, one solution serves them all."""
 
 
-def plan_in_stages(c: Compilation) -> Compilation:
-    """A plan in as many stages as the options ask for. Raises `UsageError` where the devices do not divide into them."""
-    count = int(c.options.stages)
+def plan_in_stages(c: Compilation, count: int) -> Compilation:
+    """A plan in so many stages of equal size. Raises `UsageError` where the devices, or the layers, do not divide into them."""
     chunks = CHUNKS if c.options.schedule == "interleaved" else 1
     submesh, meshes = _submeshes(c, count)
     begin = time.perf_counter()
     ops = ops_of(c.traced.graph, c.traced.roles.carried)
     layers = find_layers(ops, count * chunks)
     best: _Candidate | None = None
-    refused: InfeasibleError | None = None
+    refused: list[InfeasibleError] = []
+    unanswered: list[SolverError] = []
+    tried: list[tuple[str, float]] = []
     for microbatches in _counts(c, count):
+        before = best.seconds if best else float("inf")
         c.progress(f"{count} stages, {microbatches} microbatches")
         cut = _Cut.of(c, layers, microbatches, [(n, n + 1) for n in range(count * chunks)])
         for mesh in meshes:
@@ -59,16 +61,75 @@ def plan_in_stages(c: Compilation) -> Compilation:
                     found = _Candidate(c, cut, submesh, mesh, build(name, count, microbatches, chunks))
                     found.check()
                 except InfeasibleError as error:
-                    refused = error if refused is None or 0 < error.peak_bytes < refused.peak_bytes else refused
+                    refused.append(error)
                     continue
+                except SolverError as error:
+                    c.progress(f"mesh {mesh} a stage: {error}")
+                    unanswered.append(error)
+                    break  # nor would another schedule help
                 c.progress(f"mesh {mesh} a stage, {name}: {found.seconds * 1e3:.3f} ms")
+                tried.append((f"{count} stages of {mesh}, {microbatches} microbatches, {name}", found.seconds))
                 if best is None or found.seconds < best.seconds * (1 - 1e-9):
                     best = found
+        if best is not None and best.seconds >= before:
+            break  # more microbatches are no faster
     if best is None:
+        raise min(refused, key=lambda e: e.peak_bytes or float("inf")) if refused else unanswered[0]
+    plan = best.plan(time.perf_counter() - begin)
+    return replace(c, microbatches=best.schedule.num_microbatches, plan=replace(plan, candidates=tuple(tried)))
+
+
+def plan_for_any_stages(c: Compilation, whole: Callable[[Compilation], Compilation]) -> Compilation:
+    """The fastest plan over numbers of stages, `whole` giving that in one. More stages are tried as long as they help or nothing fits."""
+    found: list[Compilation] = []
+    tried: list[tuple[str, float]] = []
+    refused: AutoparError | None = None
+    worse = 0
+    for count in _stage_counts(c):
+        c.progress("one stage" if count == 1 else f"{count} stages")
+        try:
+            done = whole(c) if count == 1 else plan_in_stages(c, count)
+        except (InfeasibleError, MicrobatchError, SolverError) as error:
+            refused = error if refused is None or isinstance(error, InfeasibleError) else refused
+            continue
+        except UsageError:
+            break  # no more layers to cut
+        assert done.plan is not None
+        seconds = done.plan.predicted.step_time_s
+        tried += [("one stage", seconds)] if count == 1 else done.plan.candidates
+        worse = worse + 1 if found and seconds >= min(map(_seconds, found)) else 0
+        found.append(done)
+        if worse == 2:
+            break
+    if not found:
         assert refused is not None
         raise refused
-    return replace(c, microbatches=best.schedule.num_microbatches, plan=best.plan(time.perf_counter() - begin))
+    best = min(found, key=_seconds)
+    assert best.plan is not None
+    candidates = best.plan.candidates if not best.plan.stages else ()
+    return replace(best, plan=replace(best.plan, candidates=(*candidates, *tried)))
 
+
+def _seconds(c: Compilation) -> float:
+    assert c.plan is not None
+    return c.plan.predicted.step_time_s
+
+
+def _stage_counts(c: Compilation) -> Iterator[int]:
+    """Numbers of stages to try: 1, 2, 4, ... that divide the devices, or the one that the user's mesh has an axis for."""
+    fixed = next((mesh for mesh in c.meshes if STAGE_AXIS in mesh.names), None)
+    if fixed is not None:
+        yield fixed.by_name[STAGE_AXIS]
+        return
+    count = 1
+    while count <= c.cluster.num_devices:
+        if c.cluster.num_devices % count == 0:
+            yield count
+        count *= 2
+
+
+STAGE_SHARE = 0.25
+"""Share of the time limit for a logical mesh that one stage on it may take."""
 
 CHUNKS = 2
 """Chunks of each device's layers that an interleaved schedule deals out."""
@@ -131,6 +192,8 @@ class _Cut:
     staged: Staged
     known: dict[Any, Chosen] = field(default_factory=dict)
     """Stages that are solved: equal ones are solved once."""
+    layouts: dict[Any, tuple[tuple[ShardingPlan, ...], tuple[tuple[Piece, ...], ...]]] = field(default_factory=dict)
+    """Solutions of all stages in line with each other, and the pieces that they run as."""
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
@@ -144,11 +207,12 @@ class _Cut:
 
 @dataclass(frozen=True, eq=False)
 class _Solved:
-    """A stage as solved: what was chosen, and the graph that it is for."""
+    """A stage as solved: what was chosen, the graph that it is for, and for how many microbatches in flight."""
 
     chosen: Chosen
     graph: Graph
     stage: StageGraph
+    flight: int
 
 
 class _Candidate:
@@ -160,8 +224,11 @@ class _Candidate:
         self.schedule = replace(schedule, skips=self._skips(schedule))
         self.known = cut.known
         self.solved = self._solve()
-        self.plans = settle([self._planned(s) for s in self.solved])
-        self.pieces = [self._pieces(n) for n in range(len(self.solved))]
+        key = tuple(id(s.chosen) for s in self.solved)
+        if key not in cut.layouts:
+            plans = settle([self._planned(s) for s in self.solved])
+            cut.layouts[key] = plans, tuple(self._pieces(n, plan) for n, plan in enumerate(plans))
+        self.plans, self.pieces = cut.layouts[key]
 
     def _skips(self, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         pairs = {(min(n, p.other), max(n, p.other)) for n, s in enumerate(self.staged.stages) for p in s.sends if p.when == "each"}
@@ -208,15 +275,24 @@ class _Candidate:
         named = stage_pins(c, stage.graph, self.mesh)
         held = tuple(sorted((v, str(s[0])) for v, s in {**named, **pins}.items()))
         key = (self.cut.fingerprints[n], self.mesh, held, budget)
-        chosen = self.known.get((*key, flight))
+        chosen, held_for = self._solved_before(key, flight)
         if chosen is None:
             c.progress(f"stage {n} on mesh {self.mesh}")
             variants = Variants(stage.graph, lambda graph: self._shape(graph, stage, flight), c.options.remat)
-            limits = SolveOptions(c.options.solver, c.options.time_limit_s, c.options.gap)
+            limit = None if c.options.time_limit_s is None else STAGE_SHARE * c.options.time_limit_s
+            limits = SolveOptions(c.options.solver, limit, c.options.gap)
             clock, as_written = time.perf_counter, self.pricer.as_written
             search = Search(variants, self.submesh, budget, lambda mesh: {**named, **pins}, limits, lambda text: None, clock, as_written)
-            chosen = self.known[(*key, flight)] = search.best(self.mesh, c.least)
-        return _Solved(chosen, chosen.shape.graph, stage)
+            chosen, held_for = search.best(self.mesh, c.least), flight
+            self.known[(*key, flight)] = chosen
+        return _Solved(chosen, chosen.shape.graph, stage, held_for)
+
+    def _solved_before(self, key: tuple[Any, ...], flight: int) -> tuple[Chosen | None, int]:
+        """A solution for as many microbatches in flight, or for more where memory decided nothing, and for how many."""
+        for (*other, n), chosen in self.known.items():
+            if tuple(other) == key and (n == flight or (n > flight and not chosen.memory_rows)):
+                return chosen, n
+        return None, flight
 
     def _shape(self, graph: Graph, stage: StageGraph, flight: int) -> Shape:
         found = tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops)
@@ -228,14 +304,10 @@ class _Candidate:
 
     # What it takes
 
-    def emission(self, n: int) -> Emission:
+    def _pieces(self, n: int, plan: ShardingPlan) -> tuple[Piece, ...]:
         solved = self.solved[n]
-        program = self.staged.whole.program
-        return Emission(solved.graph, program, solved.chosen.shape.rules, self.plans[n], self.pricer.as_written)
-
-    def _pieces(self, n: int) -> tuple[Piece, ...]:
-        stage = self.solved[n].stage
-        return Cutter.of(self.emission(n), stage, [(COTANGENT,), (WEIGHT,)]).pieces()
+        emission = Emission(solved.graph, self.staged.whole.program, solved.chosen.shape.rules, plan, self.pricer.as_written)
+        return Cutter.of(emission, solved.stage, [(COTANGENT,), (WEIGHT,)]).pieces()
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -272,7 +344,7 @@ class _Candidate:
             seconds.get(WEIGHT, 0.0) / times,
             sum(s for part, s in seconds.items() if part >= AFTER),
             arguments,
-            int(max(solved.chosen.peak_bytes, arguments)),
+            int(max(solved.chosen.peak_bytes - (solved.flight - self.in_flight(n)) * residual, arguments)),
             int(residual),
             self.in_flight(n),
             tuple(self._sent(n)),
