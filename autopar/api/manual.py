@@ -48,33 +48,43 @@ def manual(
     same state, but for what `zero` shares out: nothing (0), the optimiser's state (1), gradients too (2), parameters too (3).
     `tensor` cuts anything but the batch at ops with parameters, and the sequence only between them, if `sequence_parallel`. Which
     dimensions are the batch and the sequence is read off the arguments that are not state (`Labels`). Within all this the
-    programme chooses. The batch runs as `microbatches` times `accumulate` parts, one after the other. `remat`, and the other `options`,
-    are as in `plan`.
+    programme chooses. The batch runs as `microbatches` times `accumulate` parts, one after the other. `pipeline` stages of equal size run
+    these in the order of `schedule` (`auto`: the fastest); with `interleave` chunks of layers on each, that is `interleaved`. `remat`, and
+    the other `options`, are as in `plan`.
 
-    Raises `UsageError` for sizes that do not fit the cluster, and for `pipeline` or `interleave` above 1, which are not supported yet;
-    otherwise what `plan` raises.
+    Raises `UsageError` for sizes that do not fit the cluster, and otherwise what `plan` raises.
     """
     sizes: dict[Role, int] = {"data": data, "expert": expert, "context": context, "tensor": tensor}
-    _refuse(pipeline=pipeline, interleave=interleave, schedule=schedule)
-    for name, n in (("microbatches", microbatches), ("accumulate", accumulate)):
+    for name, n in (("pipeline", pipeline), ("microbatches", microbatches), ("accumulate", accumulate), ("interleave", interleave)):
         _check_size(name, n)
+    schedule = _schedule(pipeline, schedule, interleave)
     check_callable(function)
     check_arguments(args, kwargs)
-    asked = replace(options_or(options), remat=remat, zero=checks.zero_level(zero), microbatches=microbatches * accumulate)
+    stages = pipeline if pipeline > 1 else "off"
+    parts = microbatches * accumulate
+    asked = replace(
+        options_or(options), remat=remat, zero=checks.zero_level(zero), microbatches=parts, stages=stages, schedule=schedule
+    )
     priced, _, _ = resolve_cluster(cluster)
-    mesh, restriction = named_mesh(sizes, priced.num_devices, zero, sequence_parallel)
+    mesh, restriction = named_mesh(sizes, priced.num_devices, zero, sequence_parallel, pipeline)
     asked = static_options(function, asked)
     traced, seconds = timed_trace(function, args, kwargs or {}, asked, mesh.by_name)
-    return plan_traced(traced, priced, (mesh,), asked, target, progress, seconds, restriction)
+    return plan_traced(traced, priced, (mesh,), asked, target, progress, seconds, restriction, interleave=max(2, interleave))
 
 
-def named_mesh(sizes: Mapping[Role, int], devices: int, zero: Any, sequence_parallel: Any) -> tuple[LogicalMesh, Restriction]:
-    """The mesh of these axes, those of size one left out, and what they are for. Raises `UsageError` where they make no sense."""
+def named_mesh(
+    sizes: Mapping[Role, int], devices: int, zero: Any, sequence_parallel: Any, pipeline: int = 1
+) -> tuple[LogicalMesh, Restriction]:
+    """The mesh of these axes, those of size one left out, on one of the `pipeline` stages, and what they are for.
+
+    Raises `UsageError` where they make no sense.
+    """
     for role, n in sizes.items():
         _check_size(role, n)
-    if prod(sizes.values()) != devices:
-        product = " x ".join(f"{role}={n}" for role, n in sizes.items() if n > 1) or "data=1"
-        raise UsageError(f"{product} makes {prod(sizes.values())} devices, and the cluster has {devices}. Their product must be {devices}.")
+    asked: dict[str, int] = {**{str(role): n for role, n in sizes.items()}, "pipeline": pipeline}
+    if prod(asked.values()) != devices:
+        product = " x ".join(f"{role}={n}" for role, n in asked.items() if n > 1) or "data=1"
+        raise UsageError(f"{product} makes {prod(asked.values())} devices, and the cluster has {devices}. Their product must be {devices}.")
     roles = [role for role in ROLES if sizes[role] > 1] or ["data"]
     if len(roles) > MOST_AXES:
         raise UsageError(f"at most {MOST_AXES} of {', '.join(ROLES)} may be above 1 together, not {len(roles)}.")
@@ -91,11 +101,11 @@ def _check_size(name: str, value: Any) -> None:
         raise UsageError(f"{name} must be a whole number, 1 or more, not {value!r}.")
 
 
-def _refuse(**given: Any) -> None:
-    """Raise `UsageError` for what is not supported yet."""
-    schedule = given.pop("schedule")
-    for name, value in given.items():
-        if value != 1:
-            raise UsageError(f"{name}={value!r} is not supported yet: the whole model runs on all devices at once. Use {name}=1.")
-    if schedule != "auto":
-        raise UsageError(f"schedule={schedule!r} orders the microbatches of a pipeline, which is not supported yet. Leave it out.")
+def _schedule(pipeline: int, schedule: str, interleave: int) -> str:
+    """The schedule asked for. Raises `UsageError` where it has no stages, or no chunks, to order."""
+    if pipeline == 1 and (schedule != "auto" or interleave > 1):
+        what = f"schedule={schedule!r}" if schedule != "auto" else f"interleave={interleave}"
+        raise UsageError(f"{what} is for pipeline stages, and pipeline=1 makes one. Ask for more, or leave it out.")
+    if interleave > 1 and schedule not in ("auto", "interleaved"):
+        raise UsageError(f"schedule={schedule!r} has one chunk of layers on each device, not {interleave}. Use schedule='interleaved'.")
+    return "interleaved" if interleave > 1 else schedule

@@ -265,6 +265,7 @@ def plan_traced(
     trace_s: float = 0.0,
     restriction: Restriction | None = None,
     least: bool = True,
+    interleave: int = 2,
 ) -> Plan:
     """The plan of a function that is traced already, the best over `meshes`. `least` has a refusal say what would fit."""
     asked = Compilation(
@@ -274,6 +275,7 @@ def plan_traced(
         options,
         target,
         restriction=restriction,
+        interleave=interleave,
         least=least,
         progress=progress or _quiet,
         trace_s=trace_s,

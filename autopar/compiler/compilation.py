@@ -27,7 +27,8 @@ class Compilation:
     """What is known so far: the steps fill it from top to bottom.
 
     `fixed` pins inputs by their path beyond `options.pins` (another batch shape keeps the state where it is). `restriction` says what
-    the axes of the one mesh are for, if the user does. `least` has a refusal say what would fit, which may take long. `divided` is the
+    the axes of the one mesh are for, if the user does. An interleaved schedule deals out `interleave` chunks of layers to each device.
+    `least` has a refusal say what would fit, which may take long. `divided` is the
     program that runs the step as `microbatches`; plans whose steps take `below` seconds or more are of no use; `tried` says what was found
     with fewer microbatches.
     """
@@ -39,6 +40,7 @@ class Compilation:
     target: str = ""
     fixed: Mapping[str, TensorSharding] = field(default_factory=dict)
     restriction: Restriction | None = None
+    interleave: int = 2
     least: bool = True
     progress: Progress = lambda text: None
     trace_s: float = 0.0

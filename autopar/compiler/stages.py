@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from autopar import costs, rules as rule_table
-from autopar.compiler.compilation import Compilation, budget_of, fingerprint_of, logical_meshes, plain_options
+from autopar.compiler.compilation import Compilation, batch_of, budget_of, fingerprint_of, logical_meshes, plain_options, restriction_of
 from autopar.compiler.pins import stage_pins
 from autopar.compiler.predict import peak_rate
 from autopar.costs import Pricer
@@ -23,6 +23,7 @@ from autopar.interop.settle import Planned, settle
 from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, StageGraph
 from autopar.interop.timing import simulate_plan, step_seconds
 from autopar.intraop.choose import Chosen, SolveOptions
+from autopar.intraop.labels import Labels, Pieces, find_labels
 from autopar.intraop.meshes import Search
 from autopar.intraop.price import argument_bytes, collectives, op_seconds, whole_ops
 from autopar.intraop.remat import Variants
@@ -30,6 +31,7 @@ from autopar.intraop.shape import Shape, shape_of
 from autopar.ir.graph import Aval, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import STAGE_AXIS, Leaf, Plan, Predicted, Sent, ShardingPlan, Solve, Stage, Timings
+from autopar.ir.restriction import Restriction
 from autopar.ir.serialize import fingerprint, plain
 from autopar.ir.sharding import TensorSharding
 from autopar.runtime.program import Staged, in_layers
@@ -42,7 +44,7 @@ IN_TIME = ("eager_1f1b", "zero_bubble", "1f1b")
 
 def plan_in_stages(c: Compilation, count: int) -> Compilation:
     """A plan in so many stages of equal size. Raises `UsageError` where the devices, or the layers, do not divide into them."""
-    chunks = CHUNKS if c.options.schedule == "interleaved" else 1
+    chunks = c.interleave if c.options.schedule == "interleaved" else 1
     submesh, meshes = _submeshes(c, count)
     begin = time.perf_counter()
     ops = ops_of(c.traced.graph, c.traced.roles.carried)
@@ -131,9 +133,6 @@ def _stage_counts(c: Compilation) -> Iterator[int]:
 STAGE_SHARE = 0.25
 """Share of the time limit for a logical mesh that one stage on it may take."""
 
-CHUNKS = 2
-"""Chunks of each device's layers that an interleaved schedule deals out."""
-
 
 def _schedules(c: Compilation) -> tuple[str, ...]:
     if c.options.schedule != "auto":
@@ -162,6 +161,8 @@ def _submeshes(c: Compilation, count: int) -> tuple[Any, tuple[LogicalMesh, ...]
         raise UsageError(f"{whole} devices do not divide into {count} stages. Ask for a number of stages that divides them.")
     size = whole // count
     part = _part(c.cluster, size)
+    if c.restriction is not None:
+        return part, c.meshes
     if fixed is None:
         return part, logical_meshes(part, c.options.axis_names) if size > 1 else (LogicalMesh(c.options.axis_names[:1], (1,)),)
     if fixed.names[0] != STAGE_AXIS or fixed.sizes[0] != count:
@@ -194,6 +195,16 @@ class _Cut:
     """Stages that are solved: equal ones are solved once."""
     layouts: dict[Any, tuple[tuple[ShardingPlan, ...], tuple[tuple[Piece, ...], ...]]] = field(default_factory=dict)
     """Solutions of all stages in line with each other, and the pieces that they run as."""
+    labelled: list[Labels] = field(default_factory=list)
+
+    def labels(self, restriction: Restriction | None, batch: Sequence[int] | None) -> Labels:
+        """What the dimensions of the whole step's values count."""
+        if not self.labelled:
+            whole = self.staged.whole
+            found = [rule_table.rule_for(op, whole.graph.aval) for op in whole.graph.ops]
+            experts = restriction is not None and any(role == "expert" for _, role in restriction.roles)
+            self.labelled.append(find_labels(whole.graph, found, whole.roles.carried, experts, batch))
+        return self.labelled[0]
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
@@ -297,7 +308,23 @@ class _Candidate:
     def _shape(self, graph: Graph, stage: StageGraph, flight: int) -> Shape:
         found = tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops)
         pinned = {v: f"received {n}" for n, v in enumerate(graph.inputs) if n >= len(stage.leaves) - graph.num_constants}
-        return shape_of(graph, found, stage.carried, pinned, donated=self.c.options.donate, flight=flight)
+        restriction = restriction_of(self.c)
+        known = None if restriction is None else self._labels(stage)
+        donated = self.c.options.donate
+        return shape_of(graph, found, stage.carried, pinned, donated=donated, restriction=restriction, flight=flight, known=known)
+
+    def _labels(self, stage: StageGraph) -> dict[int, tuple[Pieces, ...]]:
+        """What the dimensions of a stage's inputs count, as the whole step says."""
+        whole, graph = self.cut.labels(restriction_of(self.c), batch_of(self.c)), stage.graph
+        inputs = self.staged.whole.graph.inputs
+        constants = graph.num_constants
+        own = [*graph.inputs[: len(stage.leaves) - constants], *graph.inputs[len(graph.inputs) - constants :]]
+        found = {v: whole.dims[inputs[k]] for v, k in zip(own, stage.leaves, strict=True) if k < len(inputs)}
+        for port in stage.receives:
+            dims = whole.dims[port.value]
+            v = graph.inputs[port.position]
+            found[v] = ((("", graph.avals[v].shape[0]),), *dims) if port.when == "each" else dims
+        return found
 
     def _planned(self, solved: _Solved) -> Planned:
         return Planned(solved.stage, solved.graph, solved.chosen.shape.rules, solved.chosen.plan, self.pricer.move)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autopar.errors import CheckError
-from autopar.interop.apart import summed_apart
 from autopar.ir.check import check_graph
 from autopar.ir.graph import BOUNDARY, ENTERING, LEAVING, ROOT, Aval, Graph, Op, Operand, Phase
 from autopar.trace.order import units
@@ -68,7 +67,7 @@ def microbatch_loop(graph: Graph) -> int:
 
 def split(graph: Graph, loop: int, carried: Sequence[tuple[int, int]], stage_of: Sequence[int]) -> tuple[StageGraph, ...]:
     """The stages of a step whose `loop` runs over microbatches. `stage_of[layer]` is a layer's stage; stages are numbered as data flows."""
-    places = _Places(summed_apart(graph, loop, stage_of), loop, carried, tuple(stage_of))
+    places = _Places(graph, loop, carried, tuple(stage_of))
     places.demand()
     return tuple(_Writer(places, s).stage() for s in range(places.count))
 

@@ -56,17 +56,20 @@ def find_labels(
     carried: Sequence[tuple[int, int]],
     experts: bool = False,
     batch: Sequence[int] | None = None,
+    known: Mapping[int, tuple[Pieces, ...]] | None = None,
 ) -> Labels:
     """The labels of a program. The inputs at the positions `batch` hold the batch in their leading dimension; where None is given,
     those that are neither state nor closed over, and of these the ones with the usual leading size (others are keys, schedules).
 
     The second dimension of inputs of whole numbers, or of those with features behind it, is the sequence. `experts` looks for the
-    dimension that a matmul shares with a parameter and with its result.
+    dimension that a matmul shares with a parameter and with its result. Where the pieces of all inputs are `known`, by value, as for a
+    part of a program, nothing is guessed.
     """
     state = {i for i, _ in carried}
     weights = _weights(graph, state)
     spread = _Spread(graph, rules)
-    for v, dims in _seeds(graph, _likely(graph, state) if batch is None else batch).items():
+    seeds = known if known is not None else _seeds(graph, _likely(graph, state) if batch is None else batch)
+    for v, dims in seeds.items():
         spread.label(v, dims)
     spread.run()
     if experts:

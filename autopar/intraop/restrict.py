@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -206,12 +206,13 @@ def limits_of(
     rules: Sequence[ShardingRule],
     carried: Sequence[tuple[int, int]],
     batch: Sequence[int] | None = None,
+    known: Mapping[int, tuple[Pieces, ...]] | None = None,
 ) -> Limits | None:
-    """What a restriction means for a program; None where it means nothing. `batch` is as `find_labels` takes it."""
+    """What a restriction means for a program; None where it means nothing. `batch` and `known` are as `find_labels` takes them."""
     if restriction is None or restriction.is_void:
         return None
     experts = any(role == "expert" for _, role in restriction.roles)
-    return Limits(restriction, graph, rules, find_labels(graph, rules, carried, experts, batch), tuple(carried))
+    return Limits(restriction, graph, rules, find_labels(graph, rules, carried, experts, batch, known), tuple(carried))
 
 
 def _labels_of(pieces: Pieces, axes: Axes, mesh: LogicalMesh) -> Cuts:

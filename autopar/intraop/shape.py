@@ -10,6 +10,7 @@ from autopar import costs
 from autopar.costs import Charges
 from autopar.intraop.clusters import Cluster, find_clusters, is_elementwise
 from autopar.intraop.fold import Folded, fold, unfolded
+from autopar.intraop.labels import Pieces
 from autopar.intraop.restrict import Limits, limits_of
 from autopar.ir.graph import ROOT, Graph
 from autopar.ir.restriction import Restriction
@@ -69,14 +70,15 @@ def shape_of(
     restriction: Restriction | None = None,
     batch: Sequence[int] | None = None,
     flight: int = 1,
+    known: Mapping[int, tuple[Pieces, ...]] | None = None,
 ) -> Shape:
     """Cluster and fold a graph. `pinned` marks graph inputs that must not be folded with others, by value; `batch` are the positions of
-    inputs that hold the batch, where they are known."""
+    inputs that hold the batch, where they are told; `known` and `flight` are those of a pipeline stage."""
     charges = costs.fusion_charges(graph, [is_elementwise(r) for r in rules])
     clusters = find_clusters(graph, rules, carried, frozenset(v for v, pin in (pinned or {}).items() if pin))
     tied = {i: o for i, o in carried}
-    limits = limits_of(restriction, graph, rules, carried, batch)
-    known = limits.labels.dims if limits else ()
-    marks: dict[int, Hashable] = {v: (n in tied, (pinned or {}).get(v), known and known[v]) for n, v in enumerate(graph.inputs)}
+    limits = limits_of(restriction, graph, rules, carried, batch, known)
+    counted = limits.labels.dims if limits else ()
+    marks: dict[int, Hashable] = {v: (n in tied, (pinned or {}).get(v), counted and counted[v]) for n, v in enumerate(graph.inputs)}
     folded = fold(graph, clusters, charges, marks, tags=limits.tag if limits else None) if folding else unfolded(clusters)
     return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated, limits, flight)

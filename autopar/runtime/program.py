@@ -14,6 +14,7 @@ from autopar.emit.lower import lower
 from autopar.emit.place import Place
 from autopar.errors import MicrobatchError, PlanError
 from autopar.interop import Layers, layers_at, ops_of
+from autopar.interop.apart import summed_apart
 from autopar.interop.split import StageGraph, microbatch_loop, split
 from autopar.ir.graph import Aval, Op
 from autopar.ir.mesh import LogicalMesh
@@ -97,9 +98,9 @@ class Layered:
 
     def staged(self, stage_of: Sequence[int]) -> Staged:
         """The stages of layers that are told which stage they belong to."""
-        graph = self.traced.graph
-        loop = microbatch_loop(graph)
-        return Staged(self.traced, split(graph, loop, self.traced.roles.carried, stage_of))
+        loop = microbatch_loop(self.traced.graph)
+        graph = summed_apart(self.traced.graph, loop, stage_of)
+        return Staged(replace(self.traced, graph=graph), split(graph, loop, self.traced.roles.carried, stage_of))
 
 
 def in_layers(
