@@ -310,8 +310,17 @@ class _Candidate:
         pinned = {v: f"received {n}" for n, v in enumerate(graph.inputs) if n >= len(stage.leaves) - graph.num_constants}
         restriction = restriction_of(self.c)
         known = None if restriction is None else self._labels(stage)
-        donated = self.c.options.donate
-        return shape_of(graph, found, stage.carried, pinned, donated=donated, restriction=restriction, flight=flight, known=known)
+        return shape_of(
+            graph,
+            found,
+            stage.carried,
+            pinned,
+            donated=self.c.options.donate,
+            restriction=restriction,
+            flight=flight,
+            known=known,
+            streamed=_streamed(graph, stage),
+        )
 
     def _labels(self, stage: StageGraph) -> dict[int, tuple[Pieces, ...]]:
         """What the dimensions of a stage's inputs count, as the whole step says."""
@@ -357,7 +366,11 @@ class _Candidate:
         kept = {slot.form for piece in pieces for slot in piece.inputs if slot.kind == "each"}
         as_written = self.pricer.as_written
         residual = sum(f.sharding.local_bytes(graph.avals[f.value], self.mesh, as_written) for f in kept)
-        arguments = argument_bytes(graph, plan)
+        streamed = _streamed(graph, solved.stage)
+        coming = sum(
+            s.local_bytes(graph.avals[v], self.mesh, as_written) for v, s in zip(graph.inputs, plan.inputs, strict=True) if v in streamed
+        )
+        arguments = argument_bytes(graph, plan) - coming
         size = self.mesh.num_devices
         device = self.schedule.device_of[n]
         return Stage(
@@ -524,6 +537,13 @@ class _Candidate:
             work,
             min(1.0, work / (self.seconds * rate)) if rate and self.seconds else 0.0,
         )
+
+
+def _streamed(graph: Graph, stage: StageGraph) -> frozenset[int]:
+    """What comes and goes microbatch by microbatch, as it stands stacked in a stage's graph."""
+    coming = {graph.inputs[p.position] for p in stage.receives if p.when == "each"}
+    going = {graph.outputs[p.position] for p in stage.sends if p.when == "each"}
+    return frozenset(v for v in coming | going if isinstance(v, int))
 
 
 def _leaf(graph: Graph, k: int, state: set[int], sharding: TensorSharding, stage: int) -> Leaf:

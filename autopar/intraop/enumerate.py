@@ -401,6 +401,8 @@ class _Enumerator:
         return self.graphs[key]
 
     def _state_bytes(self, network: Network) -> list[int]:
+        if network.members[0].value in self.shape.streamed:
+            return [0] * len(network.graph.states)
         return [s.local_bytes(network.aval, self.mesh, self.pricer.as_written) for s in network.graph.states]
 
     def _usages(self, values: Mapping[int, _Value]) -> list[Usage]:
@@ -433,6 +435,8 @@ class _Enumerator:
         return self.parts[id(vector)]
 
     def _in_memory(self, v: int) -> bool:
+        if v in self.shape.streamed:
+            return False
         p = self.graph.producer.get(v)
         if p is None:
             return True

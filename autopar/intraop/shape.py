@@ -22,7 +22,8 @@ class Shape:
     """What of a program does not depend on the mesh: rules, fusion charges, clusters and their fold.
 
     `carried` pairs input and output positions of one piece of state; `limits` says which choices a restriction leaves. `flight` is how many
-    microbatches a pipeline stage has in flight, each of which keeps what backward reads of forward.
+    microbatches a pipeline stage has in flight, each of which keeps what backward reads of forward; `streamed` are the values that come
+    to it or leave it microbatch by microbatch, and never stand there whole.
     """
 
     graph: Graph
@@ -34,6 +35,7 @@ class Shape:
     donated: bool = True
     limits: Limits | None = None
     flight: int = 1
+    streamed: frozenset[int] = frozenset()
 
     @cached_property
     def kept(self) -> frozenset[int]:
@@ -71,9 +73,10 @@ def shape_of(
     batch: Sequence[int] | None = None,
     flight: int = 1,
     known: Mapping[int, tuple[Pieces, ...]] | None = None,
+    streamed: frozenset[int] = frozenset(),
 ) -> Shape:
     """Cluster and fold a graph. `pinned` marks graph inputs that must not be folded with others, by value; `batch` are the positions of
-    inputs that hold the batch, where they are told; `known` and `flight` are those of a pipeline stage."""
+    inputs that hold the batch, where they are told; `flight`, `known` and `streamed` are those of a pipeline stage."""
     charges = costs.fusion_charges(graph, [is_elementwise(r) for r in rules])
     clusters = find_clusters(graph, rules, carried, frozenset(v for v, pin in (pinned or {}).items() if pin))
     tied = {i: o for i, o in carried}
@@ -81,4 +84,4 @@ def shape_of(
     counted = limits.labels.dims if limits else ()
     marks: dict[int, Hashable] = {v: (n in tied, (pinned or {}).get(v), counted and counted[v]) for n, v in enumerate(graph.inputs)}
     folded = fold(graph, clusters, charges, marks, tags=limits.tag if limits else None) if folding else unfolded(clusters)
-    return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated, limits, flight)
+    return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated, limits, flight, streamed)
