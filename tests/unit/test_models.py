@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import autopar
 from autopar import models
 from autopar.models.llama import rotate
 from autopar.models.moe import top2
@@ -285,3 +286,22 @@ def test_the_demo_learns_text_within_forty_steps():
         state, metrics = run(state, text)
         losses.append(float(metrics["loss"]))
     assert losses[0] > 5 and np.mean(losses[-5:]) < 3
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+def test_fused_attention_is_the_same_function_with_the_same_gradients(name):
+    plain, fused = (models.build(name, abstract=False, layers=1, fused=which)[:2] for which in (False, True))
+    (before, _), (after, _) = plain[0](*plain[1]), fused[0](*fused[1])
+    moments = zip(jax.tree.leaves(_params(before)), jax.tree.leaves(_params(after)), strict=True)
+    assert all(jnp.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in moments)
+
+
+def _params(state):
+    """Adam's first moments, which are the gradients to scale."""
+    return [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state) if ".mu" in jax.tree_util.keystr(path) or "mu" in str(path)]
+
+
+def test_a_plan_keeps_fused_attention_closed_and_cuts_its_heads():
+    step, args = models.build("gpt-tiny", layers=1, fused=True, batch=8)
+    plan = autopar.manual(step, args, "h100-sxm:2", tensor=2)
+    assert not any("attention" in whole.source or whole.primitive in ("jit", "pjit") for whole in plan.data.whole)
