@@ -6,6 +6,7 @@ from typing import Any
 
 from autopar import costs
 from autopar.compiler.compilation import Compilation
+from autopar.intraop.liverange import live_bytes
 from autopar.intraop.price import argument_bytes
 from autopar.ir.graph import MATMULS
 from autopar.ir.plan import Predicted
@@ -16,7 +17,12 @@ def predict(c: Compilation) -> Predicted:
     assert c.chosen is not None and c.shape is not None
     price, work = c.chosen.price, costs.graph_flops(c.traced.graph)
     arguments = argument_bytes(c.shape.graph, c.chosen.plan)
-    peak = max(c.chosen.peak_bytes, arguments)
+    temporary = max(c.chosen.peak_bytes, arguments) - arguments
+    backend = backend_of(c.cluster.device.name)
+    if backend is not None:
+        as_written = c.options.reduce_dtype == "as_written"
+        carried = c.program.roles.carried if c.options.donate else ()
+        temporary = live_bytes(c.shape.graph, c.shape.rules, c.chosen.plan, carried, backend, as_written)
     rate = sum(_peak_flops(c.cluster, dtype) * share for dtype, share in _matmul_dtypes(c).items())
     return Predicted(
         price.total_s,
@@ -24,12 +30,17 @@ def predict(c: Compilation) -> Predicted:
         price.communication_s,
         price.communication_s,
         0.0,
-        peak,
+        arguments + temporary,
         arguments,
-        peak - arguments,
+        temporary,
         work,
         min(1.0, work / (price.total_s * rate)) if rate and price.total_s else 0.0,
     )
+
+
+def backend_of(device: str) -> str | None:
+    """The compiler of a device, by its maker, for which it is known what it keeps; None for simulated devices."""
+    return {"NVIDIA": "gpu", "AMD": "gpu", "Google": "tpu"}.get(device.partition(" ")[0])
 
 
 def _matmul_dtypes(c: Compilation) -> dict[str, float]:

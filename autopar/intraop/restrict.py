@@ -193,6 +193,9 @@ class Limits:
             found |= {(kind, a) for kind in ("all_gather", "all_to_all") for a in mesh.names}
         if op != "forward" and zero < 2 and not self.labels.carries(value, "batch"):
             found |= {("reduce_scatter", a) for a in mesh.names}
+        if not self.labels.carries(value, "batch"):
+            replicas = [a for a, role in self.restriction.roles if role == "replica"]
+            found |= {(kind, a) for kind in ("all_gather", "reduce_scatter", "all_to_all") for a in replicas}
         if not self.restriction.sequence_parallel:
             found |= {(kind, a) for kind in ("reduce_scatter", "all_to_all") for a in self.restriction.tensor}
         return frozenset(found)

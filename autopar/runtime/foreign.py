@@ -21,11 +21,11 @@ from autopar import rules
 from autopar.emit.compare import CollectiveCheck, compare_collectives
 from autopar.emit.hlo import read_collectives
 from autopar.emit.manual import Emission, emit, named_sharding
-from autopar.errors import MeshError
+from autopar.errors import CheckError, MeshError
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import TensorSharding
 from autopar.runtime.program import planned
-from autopar.runtime.verify import Check
+from autopar.runtime.verify import Check, Verification
 from autopar.trace import compat
 from autopar.trace.trace import Traced
 
@@ -43,11 +43,14 @@ GPUS: Mapping[str, tuple[tuple[int, int], int, int, int, str]] = {
     "h200-sxm": ((9, 0), 132, 233472, 232448, "NVIDIA H200"),
 }
 TPUS = ("v4", "v5e", "v5p", "v6e")
-UNCOMBINED = {
-    "cuda": {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "reduce_scatter", "all_gather")},
+COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "cuda": {
+        **{f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "reduce_scatter", "all_gather")},
+        "xla_gpu_enable_triton_gemm": False,
+    },
     "tpu": {},
 }
-"""Options under which compiled collectives stand beside written ones one by one, where there are such."""
+"""Without combining, compiled collectives stand beside written ones one by one. Tiles of Triton's matmuls are found by running them."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,10 @@ def compile_for(plan: Plan, traced: Traced, compiler: str, donate: bool = True) 
     found = tuple(rules.rule_for(op, program.graph.aval) for op in program.graph.ops)
     emission = Emission(program.graph, program.program, found, plan.sharding, plan.options.get("reduce_dtype") == "as_written")
     donated = tuple(i + 1 for i, _ in program.roles.carried) if donate else ()
-    jitted = jax.jit(emit(emission, mesh), donate_argnums=donated, compiler_options=UNCOMBINED[compiler])
+    jitted = jax.jit(emit(emission, mesh), donate_argnums=donated, compiler_options=dict(COMPILER_OPTIONS[compiler]))
     with jax.set_mesh(mesh):
         lowered = jitted.trace(*_specs(program, plan, mesh)).lower(lowering_platforms=(compiler,))
-        compiled = lowered.compile()
+        compiled = _compiled(lowered, compiler)
     text, memory = compiled.as_text(), compiled.memory_analysis()
     return Foreign(
         compiler,
@@ -92,6 +95,15 @@ def compile_for(plan: Plan, traced: Traced, compiler: str, donate: bool = True) 
         compare_collectives(plan.collectives, read_collectives(text), compiler, plan.mesh),
         text,
     )
+
+
+def _compiled(lowered: Any, compiler: str) -> Any:
+    """The compiled program. Raises `CheckError` where the compiler refuses it, as for want of memory."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        what = re.sub(r"\s+", " ", str(error))[:400]
+        raise CheckError(f"the {compiler} compiler refuses the program: {what}. Where it is for want of memory, plan for less.") from error
 
 
 def _specs(program: Traced, plan: Plan, mesh: Mesh) -> list[Any]:
@@ -165,6 +177,18 @@ def _topology(compiler: str, name: str, **settings: Any) -> Any:
             f"the {compiler} compiler cannot describe {name or settings.get('topology')}: {what}. It comes with "
             f"`pip install 'autopar[{EXTRAS[compiler]}]'`; where that is there already, check that the topology exists."
         ) from error
+
+
+def verify_foreign(plan: Plan, traced: Traced, compiler: str, donate: bool = True) -> Verification:
+    """Collectives and memory of a plan beside what `compiler` makes of it. Nothing runs, so numbers and time are not judged."""
+    found = compile_for(plan, traced, compiler, donate)
+    nothing = "not run: the hardware is not here"
+    return Verification(
+        Check("numbers", "one device's", nothing, True),
+        check_foreign_collectives(plan, found),
+        check_foreign_memory(plan, found),
+        Check("time", f"{plan.predicted.step_time_s * 1e3:.3g} ms", nothing, True),
+    )
 
 
 def check_foreign_memory(plan: Plan, found: Foreign, tolerance: float = 0.25) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -14,10 +15,8 @@ from benchmarks.fidelity.read import read
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows, then errors by table, groups of plans, memory, and what is not predicted."""
-    lines = ["published  predicted   error  memory GiB, published and predicted   row"]
-    lines += [_line(row) for row in rows if row.predicted is not None]
-    lines += ["", "rows  median    p90    bias  memory rows  median  table"]
+    """Errors by table, groups of plans, memory, and what is not predicted."""
+    lines = ["rows  median    p90    bias  memory rows  median  table"]
     for s in summaries(rows):
         numbers = f"{s.rows:4}  {_percent(s.median_error)} {_percent(s.p90_error)} {_percent(s.bias, '+')}"
         lines.append(f"{numbers}  {s.memory_rows:11}  {_percent(s.memory_median_error)}  {s.table}")
@@ -63,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for fit in fitted(read(options.files), fits()):
             print(f"{fit.machine} {fit.software}: {fit.efficiency:.3f}")
         return 0
-    rows = list(judge(read(options.files), fits()))
+    rows = []
+    for row in judge(read(options.files), fits()):
+        rows.append(row)
+        if row.predicted is not None:
+            print(_line(row), file=sys.stderr, flush=True)
     return finish(rows, passed(rows), table(rows), options.json, summary=[*summaries(rows), *groups(rows)])
 
 

@@ -174,13 +174,15 @@ def _tenth(errors: Sequence[float]) -> float | None:
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
-    """Groups of three plans and more that ran, in all of which only the plan differs. Equal plans count once."""
-    names = dict.fromkeys(row.group for row in rows if row.group)
+    """Groups of three plans and more that ran, in all of which only the plan differs. Plans that are one to us count once, by their mean."""
     found = []
-    for name in names:
-        ran = {(row.published, row.predicted) for row in rows if row.group == name and row.published and row.predicted}
+    for name in dict.fromkeys(row.group for row in rows if row.group):
+        ran: dict[float, list[float]] = {}
+        for row in rows:
+            if row.group == name and row.published and row.predicted:
+                ran.setdefault(round(row.predicted, 6), []).append(row.published)
         if len(ran) >= LEAST_PLANS:
-            found.append(_group(name, sorted(ran)))
+            found.append(_group(name, [(mean(published), predicted) for predicted, published in ran.items()]))
     return found
 
 

@@ -28,7 +28,7 @@ A100 with 1600 Gbps RoCE,m,4096,32,32,50368,2048,16,a100_40gb,8,FULL_SHARD,bf16,
 """
 TINY = Case(
     *("f", "t", 1, "Y", "megatron", "H100", 8, 8),
-    Model("gpt-2.6b", 4, (("hidden", 2048), ("heads", 16), ("seq", 1024), ("vocab", 1024))),
+    Model("gpt-2.6b", 3, (("hidden", 1024), ("heads", 16), ("seq", 512), ("vocab", 1024))),
     Layout(data=4, tensor=2, remat="full"),
     *(16, "bfloat16", 1.0),
 )
@@ -64,7 +64,7 @@ def test_a_table_of_another_kind_is_refused_row_by_row(tmp_path):
 
 
 def test_layers_lie_on_a_line():
-    whole = _price(TINY, machine(TINY), SOFTWARE["megatron"], 4)
+    whole = _price(TINY, machine(TINY), SOFTWARE["megatron"], 3)
     line = price(TINY)
     assert line.step_s() == pytest.approx(whole.step_s(), rel=1e-3)
     assert line.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
