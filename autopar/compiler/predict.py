@@ -22,7 +22,8 @@ def predict(c: Compilation) -> Predicted:
     if backend is not None:
         as_written = c.options.reduce_dtype == "as_written"
         carried = c.program.roles.carried if c.options.donate else ()
-        temporary = live_bytes(c.shape.graph, c.shape.rules, c.chosen.plan, carried, backend, as_written)
+        held = live_bytes(c.shape.graph, c.shape.rules, c.chosen.plan, carried, backend, as_written)
+        temporary = min(temporary, held)  # the programme counts what need not be written, the live ranges order loops as they stand
     rate = sum(_peak_flops(c.cluster, dtype) * share for dtype, share in _matmul_dtypes(c).items())
     return Predicted(
         price.total_s,

@@ -67,6 +67,11 @@ def live_bytes(
     return int(program.peak() * BACKENDS[backend].packing)
 
 
+def _is_outer(op: Op) -> bool:
+    """Whether a matmul sums over nothing: compilers make it a product of broadcasts."""
+    return op.primitive == "dot_general" and not op.param("dimension_numbers")[0][0]
+
+
 @dataclass
 class _Program:
     """The forms of a planned program: where each is made, and up to where it is read."""
@@ -99,7 +104,7 @@ class _Program:
     def fusible(self) -> list[bool]:
         """Whether each op is one that compilers fuse into its readers."""
         ops = zip(self.graph.ops, self.rules, strict=True)
-        return [is_fusible(op, is_elementwise(rule)) or op.primitive in _RENAMES for op, rule in ops]
+        return [is_fusible(op, is_elementwise(rule)) or op.primitive in _RENAMES or _is_outer(op) for op, rule in ops]
 
     @cached_property
     def kernels(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -108,7 +113,7 @@ class _Program:
         written: set[int] = set()
         passed: set[int] = set()
         for i, op in enumerate(self.graph.ops):
-            if op.primitive not in MATMULS and not is_reduction(op):
+            if (op.primitive not in MATMULS and not is_reduction(op)) or _is_outer(op):
                 continue
             chain = self._chain(op.results[0], i)
             smallest = min(chain, key=lambda v: (self.graph.avals[v].nbytes, -chain.index(v)))
@@ -160,7 +165,7 @@ class _Program:
             return True
         if op.primitive in _RENAMES:
             return False
-        if self.backend.operands and any(r.primitive in MATMULS for r in readers):
+        if self.backend.operands and any(r.primitive in MATMULS and not _is_outer(r) for r in readers):
             return True
         several = len(readers) > 1
         if several and (self.backend.several or (self.backend.costly and op.primitive in _COSTLY)):
@@ -203,7 +208,7 @@ class _Program:
                 if value in self.going_round:
                     self._pass_on(p, p)
                     continue
-                found.append((form, p if not self._in_place(p, stop) else p + 1, stop))
+                found.append((form, p + self._in_place(p, stop), stop))
                 stop = p
             self._pass_on(p, stop)
         return found

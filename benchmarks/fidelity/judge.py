@@ -174,7 +174,7 @@ def _tenth(errors: Sequence[float]) -> float | None:
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
-    """Groups of three plans and more that ran, in all of which only the plan differs. Plans that are one to us count once, by their mean."""
+    """Groups of three plans and more that ran, in all of which only the plan differs. What is one plan to us counts once, by its mean."""
     found = []
     for name in dict.fromkeys(row.group for row in rows if row.group):
         ran: dict[float, list[float]] = {}
