@@ -83,10 +83,10 @@ def judged(name: str, layout: Mapping[str, Any], plan: Any, found: Foreign, seco
     """A plan beside what its compiler made of it."""
     p = plan.data.predicted
     words = " ".join(f"{key}={value}" for key, value in layout.items())
-    total = p.argument_bytes + p.temp_bytes
-    off, whole = p.temp_bytes / found.temp_bytes - 1, total / found.total_bytes - 1
+    total = p.argument_bytes + found.expected_bytes
+    off, whole = found.expected_bytes / found.temp_bytes - 1, total / found.total_bytes - 1
     check = found.collectives
-    sizes = (p.temp_bytes, found.temp_bytes, off, total, found.total_bytes, whole)
+    sizes = (found.expected_bytes, found.temp_bytes, off, total, found.total_bytes, whole)
     return Row(name, words, plan.mesh.num_devices, *sizes, check.agree, check.rewrites, seconds)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated
 
-import jax
 import typer
 
 from autopar.api import Plan
@@ -20,6 +19,7 @@ from autopar.compiler import Options
 from autopar.errors import UsageError
 from autopar.report.brief import brief_table
 from autopar.report.trial import check_lines
+from autopar.runtime import devices
 from autopar.runtime.foreign import COMPILERS
 from autopar.runtime.verify import Verification
 
@@ -76,4 +76,4 @@ def _surround() -> None:
     """Settle what the compilers' plugins look for, before JAX first asks for a device."""
     for name, value in SURROUNDINGS.items():
         os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")
+    devices.use_cpu_alone()

@@ -6,7 +6,6 @@ from typing import Any
 
 from autopar import costs
 from autopar.compiler.compilation import Compilation
-from autopar.intraop.liverange import live_bytes
 from autopar.intraop.price import argument_bytes
 from autopar.ir.graph import MATMULS
 from autopar.ir.plan import Predicted
@@ -17,13 +16,7 @@ def predict(c: Compilation) -> Predicted:
     assert c.chosen is not None and c.shape is not None
     price, work = c.chosen.price, costs.graph_flops(c.traced.graph)
     arguments = argument_bytes(c.shape.graph, c.chosen.plan)
-    temporary = max(c.chosen.peak_bytes, arguments) - arguments
-    backend = backend_of(c.cluster.device.name)
-    if backend is not None:
-        as_written = c.options.reduce_dtype == "as_written"
-        carried = c.program.roles.carried if c.options.donate else ()
-        held = live_bytes(c.shape.graph, c.shape.rules, c.chosen.plan, carried, backend, as_written)
-        temporary = min(temporary, held)  # the programme counts what need not be written, the live ranges order loops as they stand
+    peak = max(c.chosen.peak_bytes, arguments)
     rate = sum(_peak_flops(c.cluster, dtype) * share for dtype, share in _matmul_dtypes(c).items())
     return Predicted(
         price.total_s,
@@ -31,17 +24,12 @@ def predict(c: Compilation) -> Predicted:
         price.communication_s,
         price.communication_s,
         0.0,
-        arguments + temporary,
+        peak,
         arguments,
-        temporary,
+        peak - arguments,
         work,
         min(1.0, work / (price.total_s * rate)) if rate and price.total_s else 0.0,
     )
-
-
-def backend_of(device: str) -> str | None:
-    """The compiler of a device, by its maker, for which it is known what it keeps; None for simulated devices."""
-    return {"NVIDIA": "gpu", "AMD": "gpu", "Google": "tpu"}.get(device.partition(" ")[0])
 
 
 def _matmul_dtypes(c: Compilation) -> dict[str, float]:

@@ -24,6 +24,7 @@ from autopar.emit.manual import Emission, emit, named_sharding
 from autopar.errors import CheckError, MeshError
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import TensorSharding
+from autopar.runtime.held import BACKENDS, temporaries
 from autopar.runtime.program import planned
 from autopar.runtime.verify import Check, Verification
 from autopar.trace import compat
@@ -55,13 +56,17 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Foreign:
-    """What a foreign compiler made of a plan: bytes on one device, the text of the program, and the check of its collectives."""
+    """What a foreign compiler made of a plan: bytes on one device, the text of the program, and the check of its collectives.
+
+    `expected_bytes` are the temporaries that the plan is expected to hold by that compiler's rules.
+    """
 
     compiler: str
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
     temp_bytes: int
+    expected_bytes: int
     collectives: CollectiveCheck
     text: str
 
@@ -92,6 +97,7 @@ def compile_for(plan: Plan, traced: Traced, compiler: str, donate: bool = True) 
         memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
+        temporaries(plan, traced, BACKENDS[compiler]),
         compare_collectives(plan.collectives, read_collectives(text), compiler, plan.mesh),
         text,
     )
@@ -193,7 +199,7 @@ def verify_foreign(plan: Plan, traced: Traced, compiler: str, donate: bool = Tru
 
 def check_foreign_memory(plan: Plan, found: Foreign, tolerance: float = 0.25) -> Check:
     """Temporaries beside the compiler's, and the sum beside what the device has: to compile is no proof of fit."""
-    predicted, device = plan.predicted.temp_bytes, plan.cluster["device"]
+    predicted, device = found.expected_bytes, plan.cluster["device"]
     off = abs(found.temp_bytes - predicted) <= tolerance * max(found.temp_bytes, predicted)
     room = int(device["memory_bytes"]) - int(device.get("reserved_bytes", 0))
     fits = found.total_bytes <= room

@@ -19,6 +19,7 @@ from autopar.costs import is_matmul
 from autopar.intraop.connect import fed_by_state
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
+from autopar.runtime.held import backend_of, temporaries
 from autopar.runtime.program import planned
 from benchmarks.fidelity.case import SOFTWARE, Case, Software, Unmapped
 from benchmarks.fidelity.mixed import master_weights
@@ -104,7 +105,10 @@ def _price(case: Case, cluster: Cluster, software: Software, layers: int | None)
     predicted, moved = plan.data.predicted, communication(plan, case.layout.zero == 3)
     shares = (software.decomposes, software.overlaps, software.overlaps and software.hides_replicas)
     beside = sum(share * took for share, took in zip(shares, moved, strict=True))
-    return Price(times * predicted.compute_s, times * (sum(moved) - beside), times * beside, predicted.peak_bytes)
+    assert plan._traced is not None
+    backend = backend_of(cluster.device.name)
+    held = temporaries(plan.data, plan._traced, backend) if backend else predicted.temp_bytes
+    return Price(times * predicted.compute_s, times * (sum(moved) - beside), times * beside, predicted.argument_bytes + held)
 
 
 def planned_case(case: Case, cluster: Cluster, software: Software, layers: int | None) -> Plan:

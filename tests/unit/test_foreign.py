@@ -19,6 +19,7 @@ from autopar.runtime.foreign import Foreign, check_foreign_memory, compile_for, 
 from autopar.trace.trace import trace
 
 B, M, H = 64, 256, 1024
+CUDA = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda12")
 
 
 def step(params, batch):
@@ -57,7 +58,8 @@ def test_a_compiler_that_does_not_exist_is_refused(plan):
 
 def test_what_compiles_need_not_fit(plan):
     data = plan.data
-    found = Foreign("tpu", 10, 10, 10, data.predicted.temp_bytes, None, "")
+    held = data.predicted.temp_bytes
+    found = Foreign("tpu", 10, 10, 10, held, held, None, "")
     assert check_foreign_memory(data, found).agree
     small = replace(data, cluster={**data.cluster, "device": {**data.cluster["device"], "memory_bytes": 100, "reserved_bytes": 0}})
     check = check_foreign_memory(small, found)
@@ -148,7 +150,7 @@ def test_backward_keeps_what_it_cannot_make_again():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_pjrt") is None and importlib.util.find_spec("jax_plugins") is None, reason="needs autopar[cuda-aot]")
+@pytest.mark.skipif(CUDA is None, reason="needs autopar[cuda-aot]")
 def test_the_cuda_compiler_makes_the_planned_collectives():
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     made = autopar.manual(step, arguments(), "h100-sxm:8", data=4, tensor=2)
