@@ -75,7 +75,7 @@ def test_layers_wait_for_tensor_parallel_sums_and_not_for_gathers_of_state():
     gathers = communication(planned_case(case, machine(case), SOFTWARE["megatron"], 1), again=False)
     sums = communication(planned_case(replace(case, layout=Layout(tensor=8)), machine(case), SOFTWARE["megatron"], 1), again=False)
     assert gathers.within > 5 * gathers.awaited
-    assert sums.awaited > 5 * sums.within
+    assert sums.awaited > 2 * sums.within
 
 
 def test_gathering_again_for_backward_costs_the_gathers_once_more():
