@@ -20,6 +20,8 @@ from cost_models import Shape
 # Ops that move only the part of their operand that they touch: positions of operands whose whole size is not read.
 _TOUCHED = {"gather": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0,), "scatter-add": (0,), "scatter": (0,), "scatter_add": (0,)}
 _TOUCHED |= {"loop_slice": (0,)}
+_KERNELS = frozenset({"jit", "pjit", "pallas_call"})
+"""Ops that are kept closed: one kernel, whatever is in it."""
 _TRANSCENDENTAL = frozenset("exp exp2 log log1p log2 expm1 tanh logistic erf erf_inv erfc pow sin cos tan cbrt lgamma".split())
 _SHAPE_ONLY = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "stop_gradient", "optimization_barrier"})
 _SHAPE_ONLY |= BOUNDARY | {GATE}
@@ -271,6 +273,8 @@ class Pricer:
         work = flops(op, operands, results) / divisor
         if not is_matmul(op):
             return self.cluster.compute_seconds(work, nbytes, dtype, False)
+        if op.primitive in _KERNELS:
+            return self.cluster.fused_seconds(work, nbytes, dtype)
         return self.cluster.compute_seconds(work, nbytes, dtype, True, self._shape(op, rule, strategy, operands, results))
 
     def _shape(self, op: Op, rule: ShardingRule, strategy: Strategy, operands: Sequence[Aval], results: Sequence[Aval]) -> Shape | None:

@@ -13,7 +13,8 @@ from cost_models import Cluster, TwoLevel
 # Words of the name, in order of precedence, and the preset that they mean.
 PRESETS = (
     *(("gb200", "gb200-nvl72"), ("b300", "b300-sxm"), ("b200", "b200-sxm"), ("h200", "h200-sxm"), ("h100", "h100-sxm")),
-    *(("a100-40", "a100-40"), ("p4d", "a100-40"), ("a100", "a100-80"), ("dgx-2", "v100-dgx2"), ("v100", "v100-p3")),
+    *(("a100-40", "a100-40"), ("a100-sxm4-40", "a100-40"), ("p4d", "a100-40"), ("a100", "a100-80")),
+    *(("dgx-2", "v100-dgx2"), ("v100-32gb", "v100-dgx2"), ("v100", "v100-p3")),
     *(("mi300x", "mi300x"), ("l4", "l4"), ("rtx 4090", "rtx4090")),
     *(("v7x", "v7x"), ("v6e", "v6e"), ("v5p", "v5p"), ("v5e", "v5e"), ("v5 lite", "v5e"), ("v4", "v4"), ("v3", "v3")),
 )

@@ -99,6 +99,10 @@ class Cluster:
         """Roofline time of one fused op on local shapes; see `Device.compute_seconds`. `nbytes` is memory traffic, read and written."""
         return self.device.compute_seconds(flops, nbytes, dtype, matmul, shape)
 
+    def fused_seconds(self, flops: float, nbytes: float, dtype: str) -> float:
+        """Seconds of one kernel that multiplies matrices among other work; see `Device.fused_seconds`."""
+        return self.device.fused_seconds(flops, nbytes, dtype)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data, for plan files."""
         return {"name": self.name, "device": self.device.to_dict(), "topology": self.topology.to_dict()}

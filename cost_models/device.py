@@ -17,7 +17,8 @@ class Device:
     """What one device (as JAX counts them) can do. FLOP/s, bytes, bytes/s, seconds.
 
     `peak_flops` are the dense matmul peaks by dtype, at JAX's default matmul precision; `vector_flops` the peak of everything else.
-    `matmul_efficiency` is what large matmuls reach of their peak, `dtype_efficiency` the same where a dtype has its own. `half_flops` is
+    `matmul_efficiency` is what large matmuls reach of their peak, `dtype_efficiency` the same where a dtype has its own; `fused_efficiency`
+    is what products within a kernel that does more reach, such as fused attention. `half_flops` is
     the matmul size, in FLOPs, at which half of that is reached. `tiling` prices shapes; without one only FLOPs count. Of `memory_bytes`,
     driver, context and runtime keep `reserved_bytes`, and an allocator leaves `fragmentation` of the rest unused.
     """
@@ -34,6 +35,7 @@ class Device:
     reserved_bytes: int = 0
     fragmentation: float = 0.0
     dtype_efficiency: tuple[tuple[str, float], ...] = ()
+    fused_efficiency: float = 0.5
     tiling: Tiling | None = None
 
     @cached_property
@@ -74,6 +76,10 @@ class Device:
             efficiency = next((own[each] for each in (dtype, *_names(dtype)[:1]) if each in own), self.matmul_efficiency)
             found = self._matmul_rates[dtype] = self.peak(dtype) * efficiency
         return found
+
+    def fused_seconds(self, flops: float, nbytes: float, dtype: str) -> float:
+        """Seconds of a kernel that multiplies matrices and does other work between: `fused_efficiency` of the peak."""
+        return max(flops / (self.peak(dtype) * self.fused_efficiency), nbytes / self._memory_rate)
 
     def compute_seconds(self, flops: float, nbytes: float, dtype: str, matmul: bool, shape: Shape | None = None) -> float:
         """Roofline: the slower of arithmetic and memory traffic, in seconds, without launch cost.

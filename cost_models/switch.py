@@ -88,8 +88,12 @@ class TwoLevel(Topology):
         return {name: each.then(Curve(self.direct_call_seconds if name == "direct" else 0.0)) for name, each in found.items()}
 
     def _inside(self, kind: str, size: int, rate: float) -> dict[str, Curve]:
-        """Within one node: as on any one level, or an all-reduce in the switch, where every operand travels once."""
-        found = level_curves(self.link, kind, size, rate)
+        """Within one node: as on any one level, or an all-reduce in the switch, where every operand travels once.
+
+        A few links of a mesh are filled by so much less than all of them: the size at half rate is a latency times the rate.
+        """
+        link = replace(self.link, half_bytes=self.link.half_bytes * rate / self.link.rate) if self.mesh else self.link
+        found = level_curves(link, kind, size, rate)
         if kind == "all_reduce" and self.switch_reduce_bytes_per_s and not self.mesh:
             found["switch"] = self.link.curve(1.0, 2 * tree_depth(size), self._switch_rate(size))
         return found

@@ -15,7 +15,7 @@ from autopar.ir import options as checks
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.restriction import Restriction, Role
 
-ROLES: tuple[Role, ...] = ("data", "expert", "context", "tensor")
+ROLES: tuple[Role, ...] = ("replica", "data", "expert", "context", "tensor")
 """Axes of the mesh from the outermost to the innermost: what communicates most often lies on the nearest devices."""
 MOST_AXES = 3
 
@@ -26,6 +26,7 @@ def manual(
     cluster: ClusterLike = None,
     *,
     data: int = 1,
+    replica: int = 1,
     tensor: int = 1,
     pipeline: int = 1,
     expert: int = 1,
@@ -46,6 +47,7 @@ def manual(
 
     `data` cuts the batch, `expert` the batch and in their layers the experts, `context` the sequence; devices along these three hold the
     same state, but for what `zero` shares out: nothing (0), the optimiser's state (1), gradients too (2), parameters too (3).
+    `replica` cuts the batch as `data` does, and shares nothing out: hierarchical ZeRO is `replica` over nodes with `data` in them.
     `tensor` cuts anything but the batch at ops with parameters, and the sequence only between them, if `sequence_parallel`. Which
     dimensions are the batch and the sequence is read off the arguments that are not state (`Labels`). Within all this the
     programme chooses. The batch runs as `microbatches` times `accumulate` parts, one after the other. `pipeline` stages of equal size run
@@ -54,7 +56,7 @@ def manual(
 
     Raises `UsageError` for sizes that do not fit the cluster, and otherwise what `plan` raises.
     """
-    sizes: dict[Role, int] = {"data": data, "expert": expert, "context": context, "tensor": tensor}
+    sizes: dict[Role, int] = {"replica": replica, "data": data, "expert": expert, "context": context, "tensor": tensor}
     for name, n in (("pipeline", pipeline), ("microbatches", microbatches), ("accumulate", accumulate), ("interleave", interleave)):
         _check_size(name, n)
     schedule = _schedule(pipeline, schedule, interleave)

@@ -30,6 +30,7 @@ from autopar.report.perfetto import perfetto_json
 from autopar.report.timeline import timeline
 from autopar.runtime.executable import executable_for
 from autopar.runtime.executor import make_mesh
+from autopar.runtime.foreign import COMPILERS, verify_foreign
 from autopar.runtime.program import planned, staged
 from autopar.runtime.verify import Verification, verify
 from autopar.trace.arguments import split
@@ -161,15 +162,18 @@ class Plan:
     ) -> Verification:
         """Run the plan on the devices here beside one device: numbers over `steps` steps, collectives, memory, time.
 
+        With `target` (`tpu` or `cuda`) that compiler compiles the program for the plan's cluster instead, and nothing runs.
         `options` are those of the planning; a plan that was just made remembers them. Raises `PlanError` when the plan is for another
         program, `MeshError` when devices are too few.
         """
-        if target is not None:
-            raise UsageError("verification against a compiler for hardware that is not here is not supported yet: leave out `target`.")
+        if target is not None and target not in COMPILERS:
+            raise UsageError(f"there is no compiler {target!r} to verify with; there are {' and '.join(COMPILERS)}.")
         check_arguments(args, kwargs)
         options = static_options(function, options_or(options, self._options))
         traced, _ = timed_trace(function, args, kwargs or {}, options, self.data.mesh_shape)
         check_program(self.data, traced)
+        if target is not None:
+            return verify_foreign(self.data, traced, target, options.donate)
         leaves, _ = split(args, kwargs or {}, options.static_argnums, options.static_argnames)
         executable = executable_for(self.data, traced, make_mesh(self.data.mesh), True, options.emitter)
         return verify(self.data, traced, executable, leaves, steps)

@@ -1,10 +1,10 @@
-"""The command line: `autopar demo`, `plan`, `run`, `baselines`, `explain`, `diff`, `profile`, `clusters`, `models`."""
+"""The command line: `autopar demo`, `plan`, `run`, `verify`, `baselines`, `explain`, `diff`, `profile`, `clusters`, `models`."""
 
 from __future__ import annotations
 
 import typer
 
-from autopar.cli import catalogue, comparing, planning, profiling, running
+from autopar.cli import catalogue, comparing, planning, profiling, running, verifying
 
 app = typer.Typer(
     name="autopar",
@@ -16,7 +16,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 COMMANDS = (
-    *(running.demo, planning.plan, running.run, comparing.baselines),
+    *(running.demo, planning.plan, running.run, verifying.verify, comparing.baselines),
     *(planning.explain, planning.diff, profiling.profile, catalogue.clusters, catalogue.models),
 )
 for command in COMMANDS:

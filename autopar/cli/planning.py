@@ -12,10 +12,12 @@ from rich.text import Text
 
 from autopar import api
 from autopar.api import Plan
+from autopar.api.drift import load_measured
 from autopar.cli.console import Report, reporting, working, write_text
 from autopar.cli.flags import Batch, Debug, Json, Keyword, with_options
 from autopar.cli.target import Target, keyword_arguments, load_target
 from autopar.compiler import Options
+from autopar.report.drift import drift_lines
 
 TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help="A zoo name, package.module:callable or file.py:callable.")]
 ClusterOption = Annotated[str, typer.Option("--cluster", metavar="C", help="PRESET:NODESxDEVICES, as in h100-sxm:2x8, or a .toml profile.")]
@@ -65,9 +67,15 @@ def explain(
     tensor: Annotated[str | None, typer.Argument(metavar="TENSOR", help="A leaf's path, a collective's id or a source line.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Explain a saved plan: what its time and memory go to; with TENSOR, what happens to that and why."""
+    """Explain a saved plan: what its time and memory go to; with TENSOR, what happens to that and why.
+
+    After `autopar run --save PLAN`, also where the prediction was off."""
     with reporting(debug=debug) as report:
-        _lines(report, Plan.load(plan).explain(tensor))
+        read = Plan.load(plan)
+        _lines(report, read.explain(tensor))
+        measured = load_measured(plan) if tensor is None else None
+        if measured:
+            _lines(report, "\n".join(["", "Where the prediction was off", *(f"  {line}" for line in drift_lines(read.data, measured))]))
 
 
 def diff(

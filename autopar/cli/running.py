@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from autopar.api import Plan
 from autopar.api.clusters import device_count
+from autopar.api.drift import save_measured
 from autopar.cli.console import FAILED_CHECK, Report, error_console, reporting, say, sparkline, working
 from autopar.cli.flags import Batch, Debug, Json, Keyword, with_options
 from autopar.cli.planning import TargetArgument, make_plan
@@ -19,6 +21,7 @@ from autopar.cli.target import Target, keyword_arguments, load_target
 from autopar.compiler import Options
 from autopar.errors import InfeasibleError, UsageError
 from autopar.report.brief import brief_table
+from autopar.report.drift import Measured
 from autopar.report.trial import check_lines, trial_tables
 from autopar.report.units import bytes_text, count_text
 from autopar.runtime import devices
@@ -55,6 +58,7 @@ def run(
     batch: Batch = None,
     keyword: Keyword = None,
     json: Json = None,
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Write the plan, and what was measured beside it.")] = None,
     debug: Debug = False,
 ) -> None:
     """Plan a target, run it, and compare every step with one device: numbers, collectives, memory and time."""
@@ -66,6 +70,9 @@ def run(
         plan = make_plan(loaded, cluster, asked)
         report.show(brief_table(plan.data), "")
         trial = try_out(plan, loaded, asked, steps)
+        if save:
+            plan.save(save)
+            save_measured(Measured(trial.run.seconds, trial.memory["temp"], devices.platform()), save)
         finish(report, plan, trial)
 
 

@@ -22,11 +22,12 @@ class Rewrite:
     """What the compiler of `backends` makes of a planned collective, without changing what it computes.
 
     `dtype`: collectives of these kinds that move a dtype whose name begins with `planned` are compiled to move `compiled`.
+    `narrow`: a value that is cast to half the size after such a collective of `planned` is cast before it.
     `combine`: several collectives of one such kind over the same groups become one with several operands.
     """
 
     name: str
-    change: OneOf["dtype", "combine"]
+    change: OneOf["dtype", "combine", "narrow"]
     backends: frozenset[str]
     reason: str
     kinds: frozenset[str] = ANY_KIND
@@ -43,6 +44,10 @@ EVERYWHERE = frozenset({"cpu", "cuda", "rocm", "tpu"})
 REWRITES: tuple[Rewrite, ...] = (
     Rewrite("bfloat16 moves as float32", "dtype", CPU, "the CPU compiler widens bfloat16 everywhere", ANY_KIND, "bfloat16", "float32"),
     Rewrite("float8 moves as float16", "dtype", CPU, "the CPU compiler widens the 8-bit floats", ANY_KIND, "float8", "float16"),
+    Rewrite(
+        *("cast before it moves", "narrow", frozenset({"cuda", "tpu"}), "what is cast after it moved is moved in half the bytes"),
+        *(frozenset({"all_gather", "all_reduce"}), "float32"),
+    ),
     Rewrite("combined", "combine", EVERYWHERE, "one call with several operands pays the latency once"),
 )
 
@@ -111,6 +116,10 @@ def compare_collectives(
         if combine is None:
             joined = max((c for c in found), key=lambda c: len(c.ids))
             differences.append(Difference(joined.ids, "combined", "apart", f"one {joined.kind}"))
+        narrow = _narrowing(wanted, found, differences, backend, rewrites)
+        if narrow:
+            differences = [d for d in differences if d.what != "bytes"]
+            used[narrow] = None
         differing += differences
         used |= dict.fromkeys(name for _, name in sizes if name) | dict.fromkeys([combine] if combine else [])
     compiled_bytes = sum(c.nbytes * c.times for c in compiled)
@@ -157,6 +166,20 @@ def _combining(wanted: Sequence[Collective], found: Sequence[CompiledCollective]
         return ""
     names = [r.name for r in rewrites if r.change == "combine" and all(r.applies(backend, c.kind) for c in found)]
     return names[0] if names else None
+
+
+def _narrowing(
+    wanted: Sequence[Collective],
+    found: Sequence[CompiledCollective],
+    differences: Sequence[Difference],
+    backend: str,
+    rewrites: Sequence[Rewrite],
+) -> str:
+    """The rewrite that moves fewer bytes than planned, where that is all that differs; empty where there is none."""
+    least = sum(c.nbytes * c.times // (2 if c.dtype == "float32" else 1) for c in wanted)
+    most, moved = sum(c.nbytes * c.times for c in wanted), sum(c.nbytes * c.times for c in found)
+    names = [r.name for r in rewrites if r.change == "narrow" and all(r.applies(backend, c.kind) for c in found)]
+    return names[0] if names and {d.what for d in differences} == {"bytes"} and least <= moved < most else ""
 
 
 def _differences(

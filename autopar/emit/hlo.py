@@ -40,6 +40,7 @@ _COLLECTIVE = re.compile(rf"\b({'|'.join(KINDS)})(-start)?\(")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_ELEMENT = re.compile(r"\bget-tuple-element\((?:[^%)]* )?%?([\w.-]+)\)")
 _ID = re.compile(r"\bautopar\.(c\d+)\b")
 _ARRAY = re.compile(r"\b(pred|[a-z]\w*)\[([\d,<=]*)\]")
 _TRIPS = re.compile(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
@@ -173,7 +174,7 @@ def _collectives(module: _Module) -> Iterator[CompiledCollective]:
             yield CompiledCollective(
                 name=name,
                 kind=KINDS[found[1]],
-                ids=_ids(text),
+                ids=_ids(text) if len(operands) == 1 else _ids_of_parts(name, text, computation),
                 operands=operands,
                 nbytes=sum(prod(shape) * itemsize(dtype) for dtype, shape in operands),
                 groups=_connected(pairs) if pairs else _groups(bare, module.num_devices),
@@ -186,6 +187,13 @@ def _collectives(module: _Module) -> Iterator[CompiledCollective]:
 def _ids(text: str) -> tuple[str, ...]:
     names = _OP_NAME.search(text)
     return tuple(dict.fromkeys(_ID.findall(names[1]))) if names else ()
+
+
+def _ids_of_parts(name: str, text: str, computation: _Computation) -> tuple[str, ...]:
+    """The ids of a collective of several operands: its own, and those of the elements taken from its result, which keep theirs."""
+    made = {name, *(other for other, what in computation.instructions.items() if re.search(rf"-done\(.*%?{re.escape(name)}\)", what))}
+    parts = (what for what in computation.instructions.values() if (taken := _ELEMENT.search(what)) and taken[1] in made)
+    return tuple(dict.fromkeys((*_ids(text), *(i for part in parts for i in _ids(part)))))
 
 
 def _arguments(text: str, start: int) -> list[str]:

@@ -156,7 +156,18 @@ def _linear_ops(graph: Graph, rules: Sequence[ShardingRule]) -> frozenset[int]:
         values = [o for o in graph.ops[u].inputs if o != graph.ops[i].results[0]]
         if all(_may_be_partial(graph, rules, o, candidate) for o in values):
             candidate.update({i: False, u: True, j: False})
-    return _with_joins(graph, candidate)
+    return _with_joins(graph, _without_last_casts(graph, candidate))
+
+
+def _without_last_casts(graph: Graph, candidate: dict[int, bool]) -> dict[int, bool]:
+    """Without casts to a wider dtype that end a tree: its sum is resolved before them, in fewer bytes."""
+    kept = dict(candidate)
+    for i in sorted(candidate, reverse=True):
+        op = graph.ops[i]
+        if op.primitive == "convert_element_type" and graph.aval(op.operands[0]).nbytes < graph.avals[op.results[0]].nbytes:
+            if not any(u in kept for u, _ in graph.uses.get(op.results[0], ())):
+                del kept[i]
+    return kept
 
 
 def _sums_carried(graph: Graph) -> list[tuple[int, int, int]]:

@@ -82,7 +82,7 @@ class Limits:
             return self._tensor_may_cut(i, labels)
         if role == "expert" and self._is_expert(i):
             return labels == {"expert"}
-        return len(labels) == 1 and labels <= HOME[role] or self._is_state_work(i, axis, updating)
+        return len(labels) == 1 and labels <= HOME[role] or (role != "replica" and self._is_state_work(i, axis, updating))
 
     def _tensor_may_cut(self, i: int, labels: frozenset[Label]) -> bool:
         """The batch where no parameter is; the sequence if it is asked for, and not in matmuls with parameters."""
@@ -143,7 +143,7 @@ class Limits:
             wishing = [j for j in some if self._wishes(ops[j], axis)]
             kept = _where([s for s in kept if all(axis in _axes(choices.op(j, s)) for j in wishing)], kept) if wishing else kept
             for n, v in enumerate(inputs):
-                if role != "tensor" and v in self.other_state and self.restriction.zero >= 1:
+                if axis in self.restriction.sharing and v in self.other_state and self.restriction.zero >= 1:
                     kept = _where([s for s in kept if axis in choices.input(n, s).axes], kept)
         return kept
 
@@ -153,7 +153,7 @@ class Limits:
         if role == "tensor":
             return self.restriction.sequence_parallel and op.phase != "update" and self.labels.has(i, "sequence")
         if op.phase == "update" and not self.labels.has(i, "batch"):
-            return self.restriction.zero >= 2
+            return self.restriction.zero >= 2 and role != "replica"
         return any(self.labels.has(i, word) for word in self._home(axis))
 
     def border(
@@ -161,8 +161,10 @@ class Limits:
     ) -> tuple[TensorSharding, ...]:
         """The shardings of an input or an output that are left where the step begins or ends."""
         kept = [s for s in shardings if all(self._may_lie(value, a, labels, going_in) for a, labels in self._lies(value, s, mesh))]
-        for axis in self.restriction.sharing if going_in else ():
-            if self._in_parts(value) or any(self.labels.carries(value, word) for word in self._home(axis)):
+        spread = [axis for axis, role in self.restriction.roles if role != "tensor"] if going_in else []
+        for axis in spread:
+            shared = axis in self.restriction.sharing and self._in_parts(value)
+            if shared or any(self.labels.carries(value, word) for word in self._home(axis)):
                 kept = _where([s for s in kept if axis in s.axes], kept)
         return tuple(kept) or tuple(shardings)
 
@@ -180,7 +182,7 @@ class Limits:
             return True
         if role == "tensor":
             return "batch" not in labels
-        return (len(labels) == 1 and labels <= HOME[role]) or self._in_parts(value)
+        return (len(labels) == 1 and labels <= HOME[role]) or (role != "replica" and self._in_parts(value))
 
     def barred(self, value: int, mesh: LogicalMesh) -> Barred:
         """The moves that must not be made of a value: those that `zero` rules out, and what would
@@ -191,6 +193,9 @@ class Limits:
             found |= {(kind, a) for kind in ("all_gather", "all_to_all") for a in mesh.names}
         if op != "forward" and zero < 2 and not self.labels.carries(value, "batch"):
             found |= {("reduce_scatter", a) for a in mesh.names}
+        if not self.labels.carries(value, "batch"):
+            replicas = [a for a, role in self.restriction.roles if role == "replica"]
+            found |= {(kind, a) for kind in ("all_gather", "reduce_scatter", "all_to_all") for a in replicas}
         if not self.restriction.sequence_parallel:
             found |= {(kind, a) for kind in ("reduce_scatter", "all_to_all") for a in self.restriction.tensor}
         return frozenset(found)

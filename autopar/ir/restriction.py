@@ -7,9 +7,10 @@ from typing import Literal as OneOf
 
 Label = OneOf["batch", "sequence", "expert", ""]
 """What a part of a dimension counts: examples, places in a sequence, experts, or anything else."""
-Role = OneOf["data", "expert", "context", "tensor"]
+Role = OneOf["replica", "data", "expert", "context", "tensor"]
 
 HOME: dict[Role, frozenset[Label]] = {
+    "replica": frozenset({"batch"}),
     "data": frozenset({"batch"}),
     "expert": frozenset({"batch", "expert"}),
     "context": frozenset({"sequence"}),
@@ -26,7 +27,8 @@ class Restriction:
     a `context` axis only the sequence, an `expert` axis the batch and, where there are any, experts: these three always cut it where they
     can. A `tensor` axis never cuts the batch at ops with parameters, nor the sequence, unless `sequence_parallel`, and then not in matmuls
     with parameters. `zero` says what may be kept in more parts than it is used in: nothing (0), the optimiser's state (1),
-    gradients (2), parameters (3); with roles, it is over all axes but `tensor` ones.
+    gradients (2), parameters (3); with roles, it is over all axes but `replica` and `tensor` ones. A `replica` axis cuts the batch, and
+    what lies along it is whole.
     """
 
     zero: int = 3
@@ -40,7 +42,7 @@ class Restriction:
     @property
     def sharing(self) -> tuple[str, ...]:
         """The axes whose devices hold the same state unless `zero` says otherwise."""
-        return tuple(a for a, role in self.roles if role != "tensor")
+        return tuple(a for a, role in self.roles if role not in ("replica", "tensor"))
 
     @property
     def tensor(self) -> tuple[str, ...]:

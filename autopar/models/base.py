@@ -137,6 +137,7 @@ def _is_number(value: Any) -> bool:
 _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("a whole number of at least 1", _is_size),
     "tuple[int, ...]": ("whole numbers of at least 1, as in (3, 4)", lambda v: isinstance(v, tuple) and bool(v) and all(map(_is_size, v))),
+    "int | None": ("a whole number of at least 1, or None", lambda v: v is None or _is_size(v)),
     "float": ("a number", _is_number),
     "float | None": ("a number or None", lambda v: v is None or _is_number(v)),
     "bool": ("True or False", lambda v: isinstance(v, bool)),

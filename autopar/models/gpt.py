@@ -17,7 +17,10 @@ from autopar.models.layers import Array, Perceptron, SelfAttention, cross_entrop
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(Config):
-    """`tied=True`: the head is the transposed embedding, as in GPT-3. `tied=False`: a matrix of its own."""
+    """`tied=True`: the head is the transposed embedding, as in GPT-3. `tied=False`: a matrix of its own.
+
+    `head_size` and `ffn` are by default `hidden / heads` and `4 hidden`. `fused=True`: attention is one op (`fused`).
+    """
 
     layers: int
     hidden: int
@@ -25,10 +28,13 @@ class GPTConfig(Config):
     seq: int = 1024
     vocab: int = 51200
     tied: bool = True
+    head_size: int | None = None
+    ffn: int | None = None
+    fused: bool = False
 
     @property
     def head_dim(self) -> int:
-        return quotient(self.hidden, self.heads, "hidden over heads")
+        return self.head_size or quotient(self.hidden, self.heads, "hidden over heads")
 
 
 class Block(nn.Module):
@@ -39,8 +45,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Array:
         c = self.config
-        x = x + SelfAttention(c.heads, c.head_dim, **c.dtypes, name="attention")(nn.LayerNorm(**c.dtypes, name="attention_norm")(x))
-        return x + Perceptron(4 * c.hidden, **c.dtypes, name="mlp")(nn.LayerNorm(**c.dtypes, name="mlp_norm")(x))
+        attention = SelfAttention(c.heads, c.head_dim, **c.dtypes, fused=c.fused, name="attention")
+        x = x + attention(nn.LayerNorm(**c.dtypes, name="attention_norm")(x))
+        return x + Perceptron(c.ffn or 4 * c.hidden, **c.dtypes, name="mlp")(nn.LayerNorm(**c.dtypes, name="mlp_norm")(x))
 
 
 class GPT(nn.Module):

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from autopar.models.fused import fused_attention
+
 Array = jax.Array
 
 
@@ -47,6 +49,7 @@ class SelfAttention(nn.Module):
     dtype: Any
     param_dtype: Any
     causal: bool = True
+    fused: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -54,8 +57,12 @@ class SelfAttention(nn.Module):
             layer = nn.DenseGeneral((self.heads, self.head_dim), dtype=self.dtype, param_dtype=self.param_dtype, name=name)
             return layer(x)
 
-        mask = causal_mask(x.shape[1]) if self.causal else None
-        y = attend(project("query"), project("key"), project("value"), mask=mask, scale=self.head_dim**-0.5)
+        query, key, value = project("query"), project("key"), project("value")
+        if self.fused:
+            y = fused_attention((query * self.head_dim**-0.5)[..., None, :], key, value)[..., 0, :]
+        else:
+            mask = causal_mask(x.shape[1]) if self.causal else None
+            y = attend(query, key, value, mask=mask, scale=self.head_dim**-0.5)
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), dtype=self.dtype, param_dtype=self.param_dtype, name="out")(y)
 
 

@@ -12,12 +12,13 @@ import optax
 from flax import nnx
 
 from autopar.models.base import Batch, Config, Created, Family, Input, Metrics, Size, integers, quotient
+from autopar.models.fused import fused_attention
 from autopar.models.layers import Array, at_least_float32, causal_mask, cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(Config):
-    """`heads` query heads share `kv_heads` key and value heads, `groups` to each."""
+    """`heads` query heads share `kv_heads` key and value heads, `groups` to each. `fused=True`: attention is one op (`fused`)."""
 
     layers: int
     hidden: int
@@ -27,6 +28,7 @@ class LlamaConfig(Config):
     seq: int = 8192
     vocab: int = 128256
     rope_theta: float = 500000.0
+    fused: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -74,6 +76,8 @@ class Attention(nnx.Module):
         key = rotate(self.key(x).reshape(batch, seq, c.kv_heads, c.head_dim), c.rope_theta)
         value = self.value(x).reshape(batch, seq, c.kv_heads, c.head_dim)
         query = query.reshape(batch, seq, c.kv_heads, c.groups, c.head_dim)
+        if c.fused:
+            return self.out(fused_attention(query * c.head_dim**-0.5, key, value).reshape(batch, seq, -1))
         scores = jnp.einsum("bqngd,bknd->bngqk", query, key).astype(at_least_float32(c.dtype)) * c.head_dim**-0.5
         scores = jnp.where(causal_mask(seq), scores, jnp.finfo(scores.dtype).min)
         weights = jax.nn.softmax(scores).astype(value.dtype)

@@ -34,3 +34,8 @@ def platform() -> str:
 def count() -> int:
     """Devices of this process and those that it works with."""
     return jax.device_count()
+
+
+def use_cpu_alone() -> None:
+    """Let JAX look for no device but the CPU: plugins of compilers for hardware that is not here would."""
+    jax.config.update("jax_platforms", "cpu")

@@ -237,3 +237,12 @@ def test_a_level_of_zero_that_is_none_is_refused(zero):
 def test_the_plan_says_within_what_limits_it_was_made():
     plan = autopar.manual(two_layers, two_layer_arguments(), FAST, data=8, zero=1)
     assert any("data parallelism over data, zero 1" in note for note in plan.notes) and plan.data.options["zero"] == 1
+
+
+def test_replicas_share_nothing_out_and_data_within_them_does():
+    """Hierarchical ZeRO: state in four parts on each of two replicas, gradients scattered within and summed between them."""
+    plan = autopar.manual(two_layers, two_layer_arguments(), FAST, replica=2, data=4, zero=3)
+    assert state_bytes(plan, "params") == state_bytes(plan, "opt[0].mu") == WEIGHTS // 4
+    assert all("replica" not in leaf.sharding.axes for leaf in plan.inputs if leaf.role == "state")
+    between = [c for c in plan.collectives if c.axes == ("replica",) and c.phase == "backward"]
+    assert {c.kind for c in between} == {"all_reduce"} and sum(c.nbytes for c in between) == WEIGHTS // 4

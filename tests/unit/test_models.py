@@ -8,7 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+import autopar
 from autopar import models
+from autopar.models.fused import fused_attention
+from autopar.models.layers import attend, causal_mask
 from autopar.models.llama import rotate
 from autopar.models.moe import top2
 from autopar.models.t5 import bucket_of
@@ -285,3 +288,23 @@ def test_the_demo_learns_text_within_forty_steps():
         state, metrics = run(state, text)
         losses.append(float(metrics["loss"]))
     assert losses[0] > 5 and np.mean(losses[-5:]) < 3
+
+
+def test_fused_attention_is_the_same_function_with_the_same_gradients():
+    keys = jax.random.split(jax.random.PRNGKey(0), 3)
+    query, key, value = (jax.random.normal(k, (2, 16, 3, 4)) for k in keys)
+
+    def plain(q, k, v):
+        return jnp.sum(jnp.sin(attend(q, k, v, mask=causal_mask(16))))
+
+    def fused(q, k, v):
+        return jnp.sum(jnp.sin(fused_attention(q[..., None, :], k, v)[..., 0, :]))
+
+    expected, found = (jax.value_and_grad(f, (0, 1, 2))(query, key, value) for f in (plain, fused))
+    assert all(jnp.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True))
+
+
+def test_a_plan_keeps_fused_attention_closed_and_cuts_its_heads():
+    step, args = models.build("gpt-tiny", layers=1, fused=True, batch=8)
+    plan = autopar.manual(step, args, "h100-sxm:2", tensor=2)
+    assert not any("attention" in whole.source or whole.primitive in ("jit", "pjit") for whole in plan.data.whole)
