@@ -21,7 +21,7 @@ from autopar import rules
 from autopar.emit.compare import CollectiveCheck, compare_collectives
 from autopar.emit.hlo import read_collectives
 from autopar.emit.manual import Emission, emit, named_sharding
-from autopar.errors import CheckError, MeshError
+from autopar.errors import CheckError, MeshError, UsageError
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import TensorSharding
 from autopar.runtime.held import BACKENDS, temporaries
