@@ -375,7 +375,7 @@ def arrange(p: Pool) -> Step | None:
     }
     if 1 in v.shape:
         options["squeeze"] = lambda x: jnp.squeeze(x, v.shape.index(1))
-        options["widen"] = lambda x: jnp.broadcast_to(x, [max(n, 2) for n in v.shape])
+        options["widen"] = lambda x: jnp.broadcast_to(x, [2 if n == 1 else n for n in v.shape])
     name = p.choose(options)
     made = step(p, name, options[name], [i], v.bound, v.error)
     return made if name in ("tile", "repeat", "broadcast", "widen") else backward(p, made)
