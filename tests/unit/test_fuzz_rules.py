@@ -13,7 +13,7 @@ import pytest
 import rule_harness as harness
 from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 from jax import lax
-from random_steps import SIMPLE, step
+from random_steps import SIMPLE, convolution, step, window
 from random_values import FLOATS, Pool, Step, array, spec
 from test_rules import UNSEEN
 
@@ -154,7 +154,7 @@ QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too
 SETTINGS = settings(deadline=None, derandomize=True, database=None, suppress_health_check=QUIET, phases=(Phase.generate, Phase.shrink))
 OFTEN = (*SIMPLE, named, named, seldom)
 EVERY = (*dict.fromkeys(SIMPLE), all_named, seldom, matrix)
-MORE = {all_named: 3, seldom: 60, matrix: 40}
+MORE = {all_named: 3, seldom: 60, matrix: 40, convolution: 60, window: 40}
 """How many examples of kinds that hold many primitives."""
 
 
