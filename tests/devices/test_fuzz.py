@@ -127,6 +127,6 @@ def test_a_small_random_program_under_a_random_plan_gives_what_one_device_gives(
 
 
 @pytest.mark.slow
-@fuzz(1000, 12)
+@fuzz(1000, 9)
 def test_random_programs_under_random_plans_give_what_one_device_gives(subject, sizes, seed):
     assert_same_on_devices(subject, sizes, seed)

@@ -176,7 +176,7 @@ def test_a_random_op_run_part_by_part_gives_what_it_gives_whole(op, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("maker", EVERY, ids=lambda m: m.__name__)
 def test_random_ops_of_each_kind_run_part_by_part_give_what_they_give_whole(maker):
-    @settings(SETTINGS, max_examples=MORE.get(maker, 20))
+    @settings(SETTINGS, max_examples=MORE.get(maker, 14))
     @given(ops((maker,)), st.integers(0, 99))
     def each(op, number):
         run(*op, number)
