@@ -17,21 +17,48 @@ from autopar.rules.halo import Reach, filler, reaches
 def windows_by_blocks(call: Call, operands: Sequence[Any]) -> list[Any]:
     """The op on the block with its borders, padded only where windows reach beyond these."""
     found, ids = reaches(call.op, call.rule, call.strategy, call.place.mesh), count()
-    params = {**call.params, "padding": _padding(call, found)}
+    params = call.params | _params(call, found)
     if call.primitive == "select_and_scatter_add":
         source, x = operands
-        (wide,) = call.bind(params, call.widen([source, _bordered(call, x, found, ids)]))
-        return [_returned(call, wide, found, ids)]
-    return list(call.bind(params, call.widen([_bordered(call, operands[0], found, ids), *operands[1:]])))
+        (wide,) = call.bind(params, call.widen([source, _own(call, _bordered(call, x, found, ids), found)]))
+        return [_returned(call, _put_back(call, wide, found), found, ids)]
+    return list(call.bind(params, call.widen([_own(call, _bordered(call, operands[0], found, ids), found), *operands[1:]])))
 
 
-def _padding(call: Call, found: Sequence[Reach]) -> tuple[tuple[int, int], ...]:
-    """The op's padding, along cut dimensions that of the part. A convolution lists its spatial dimensions only."""
+def _params(call: Call, found: Sequence[Reach]) -> dict[str, Any]:
+    """The op's padding and dilation, along cut dimensions those of the part. A convolution lists its spatial dimensions only."""
+    named = "lhs_dilation" if call.primitive == "conv_general_dilated" else "base_dilation"
     padding = list(call.params["padding"])
+    dilation = list(call.params.get(named) or (1,) * len(padding))
     for r in found:
         n = call.params["dimension_numbers"].lhs_spec.index(r.dim) - 2 if call.primitive == "conv_general_dilated" else r.dim
-        padding[n] = r.padding
-    return tuple(padding)
+        padding[n], dilation[n] = ((0, 0), 1) if r.drift else (r.padding, dilation[n])
+    return {"padding": tuple(padding)} | ({named: tuple(dilation)} if named in call.params else {})
+
+
+def _own(call: Call, x: Any, found: Sequence[Reach]) -> Any:
+    """Of a block with its borders what this device's windows read, where that differs between devices."""
+    what = filler(call.op)
+    fill = jnp.zeros((), x.dtype) if what == "zero" else jnp.asarray(extreme(x.dtype, 1 if what == "greatest" else -1), x.dtype)
+    for r in (r for r in found if r.drift):
+        config = [(*r.padding, r.dilation - 1) if d == r.dim else (0, 0, 0) for d in range(jnp.ndim(x))]
+        x = lax.dynamic_slice_in_dim(lax.pad(x, fill, config), _begin(call, r), r.extent, r.dim)
+    return x
+
+
+def _put_back(call: Call, x: Any, found: Sequence[Reach]) -> Any:
+    """What came of `_own`, in its place in the block with borders, zero elsewhere."""
+    for r in (r for r in reversed(found) if r.drift):
+        shape = list(jnp.shape(x))
+        shape[r.dim] = r.left + r.block + r.right + sum(r.padding)
+        x = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, _begin(call, r), r.dim)
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(-r.padding[0], -r.padding[1], 0) if d == r.dim else (0, 0, 0) for d in range(x.ndim)])
+    return x
+
+
+def _begin(call: Call, r: Reach) -> Any:
+    """Where this device begins to read."""
+    return r.begin + call.place.index(r.axes) * r.drift
 
 
 def _bordered(call: Call, x: Any, found: Sequence[Reach], ids: Iterator[int]) -> Any:

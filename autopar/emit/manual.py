@@ -97,7 +97,7 @@ class Device:
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         e = self.emission
-        for value, sharding, x in zip(e.graph.inputs, e.plan.inputs, inputs, strict=True):
+        for value, sharding, x in zip(e.graph.inputs, e.plan.inputs, _beside(self.zero, inputs), strict=True):
             self.forms[value, sharding, 0] = self.made[value] = x
         run(self, 0, len(e.graph.ops))
         return tuple(self.output(k, o) for k, o in enumerate(e.graph.outputs))
@@ -202,6 +202,16 @@ def before(graph: Graph, made: dict[int, Any]) -> list[Any]:
         if len(found) == ANCHORS:
             break
     return [made[v] for v in found]
+
+
+def _beside(zero: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs; those without elements beside `zero`: XLA refuses a region by hand that reads nothing but arrays without elements."""
+    empty = [k for k, x in enumerate(inputs) if x.size == 0 and not jnp.issubdtype(x.dtype, jax.dtypes.float0)]
+    found = list(inputs)
+    if empty:
+        for k, x in zip(empty, jax.lax.optimization_barrier((zero, *(inputs[k] for k in empty)))[1:], strict=True):
+            found[k] = x
+    return found
 
 
 def _cast(x: Any, dtype: str) -> Any:

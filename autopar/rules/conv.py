@@ -33,7 +33,8 @@ class _Names:
 def _names(s: Slide, n: int) -> _Names:
     """Space is cut without a word between devices where windows do not overlap: kernels of one pixel, kernels as large as the image,
     patches with stride equal to their size; and in the gradients of these. Elsewhere it is cut with borders of the neighbours, if windows
-    move as far as the image does: with the output, or, in the gradient of a kernel, with the other operand, which leaves partial sums.
+    move about as far as the image does: with the output, or, in the gradient of a kernel, with the other operand, which leaves partial
+    sums.
     """
     shared, p, k = f"s{n}", f"p{n}", f"k{n}"
     flat, dense = s.padding == (0, 0), s.dilation == s.spread == 1
@@ -45,13 +46,18 @@ def _names(s: Slide, n: int) -> _Names:
         return _Names((p, k), k, p)
     if flat and s.dilation == s.stride == 1 and s.spread == s.windows and s.image == s.window * s.windows:
         return _Names((p, k), p, k)
-    if s.spread == s.stride == 1 and s.dilation == s.window and s.windows == s.image * s.window:
+    if s.spread == s.stride == 1 and s.dilation == s.window and s.windows == s.image * s.window and s.padding[0] == s.window - 1:
         return _Names(p, k, (p, k), (k,))
     image, kernel, output = f"image{n}", f"kernel{n}", f"output{n}"
     whole = (image, kernel, output)
     if s.follows and s.windows > 1:
         return _Names((shared, image), kernel, (shared, output), whole, ((shared, gcd(s.image, s.windows)),))
     if s.window * s.spread == s.image * s.dilation:
+        return _Names((shared, image), (shared, kernel), output, whole, ((shared, gcd(s.image, s.window)),))
+    turned = Slide(s.image, s.windows, s.window, s.spread, s.padding, s.dilation, s.stride)  # the kernel in the windows' place
+    if s.drifts and s.window <= s.windows:
+        return _Names((shared, image), kernel, (shared, output), whole, ((shared, gcd(s.image, s.windows)),))
+    if turned.drifts:
         return _Names((shared, image), (shared, kernel), output, whole, ((shared, gcd(s.image, s.window)),))
     return _Names(image, kernel, output, whole)
 

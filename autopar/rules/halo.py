@@ -3,6 +3,9 @@
 Window o, element k reads position `o * stride + k * spread - low` of an image whose elements stand `dilation` apart. Where as many
 positions belong to a device's windows as to its block of the image, all devices need the same: some elements on the left of the block, and
 some on its right. Beyond the ends of the image nothing stands, which is what padding says too.
+
+Else, as without padding, where there are fewer windows than elements, windows *drift*: what device n reads begins n times so many positions
+later, or earlier, within its block. Then all bring as much as any needs, and each takes its own part of that.
 """
 
 from __future__ import annotations
@@ -39,6 +42,11 @@ class Slide:
         return self.windows * self.stride == self.image * self.dilation
 
     @property
+    def drifts(self) -> bool:
+        """Whether windows move over about as much as there is: as far as without padding, or with a little more than is needed."""
+        return self.windows > 1 and abs(self.windows * self.stride - self.image * self.dilation) <= self.window * self.spread + self.stride
+
+    @property
     def last(self) -> int:
         """The last position that any window reads."""
         return (self.windows - 1) * self.stride + (self.window - 1) * self.spread - self.padding[0]
@@ -48,7 +56,8 @@ class Slide:
 class Reach:
     """What one device needs of `dim`, of which it has `block` elements: `left` and `right` more. `padding` is what is left of it then.
 
-    `parts` is the number of devices along `axes`.
+    `parts` is the number of devices along `axes`. With a `drift`, the block with its borders, padded and with its elements as far apart
+    as the op has them, is cut: device n takes `extent` positions from `begin + n * drift` on, and those need no padding.
     """
 
     dim: int
@@ -58,6 +67,10 @@ class Reach:
     left: int
     right: int
     padding: tuple[int, int]
+    drift: int = 0
+    dilation: int = 1
+    begin: int = 0
+    extent: int = 0
 
     def hops(self, count: int) -> tuple[int, ...]:
         """Of `count` elements on one side, how many come from the next device, from the one after it, and so on."""
@@ -84,27 +97,43 @@ def reaches(op: Op, rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh) -
         axes = dim_axes(dim, strategy)
         if axes and any(rule.method[f] == "halo" for f in dim):
             slide = _SLIDES[op.primitive](op, d, lambda dim: _local(dim, rule, strategy, mesh), rule)
-            found.append(_reach(d, axes, mesh.size(axes), slide))
+            found.append(_reach(d, axes, mesh.size(axes), slide, _step(op, d, rule, strategy, slide)))
     return tuple(found)
 
 
-def _reach(d: int, axes: Axes, parts: int, local: Slide) -> Reach:
-    far = (parts - 1) * local.image
-    left = min(far, max(0, local.padding[0] // local.dilation))
-    right = min(far, max(0, local.last // local.dilation - (local.image - 1)))
-    low = local.padding[0] - left * local.dilation
-    high = local.last - (local.image + right - 1) * local.dilation
-    return Reach(d, axes, parts, local.image, left, right, (low, high))
+def _step(op: Op, d: int, rule: ShardingRule, strategy: Strategy, local: Slide) -> int:
+    """How many positions later each device begins to read than the one before: over its windows, or its part of the kernel."""
+    if op.primitive == "conv_general_dilated" and dim_axes(_kernel(op, d, rule), strategy):
+        return local.window * local.spread
+    return local.windows * local.stride
+
+
+def _reach(d: int, axes: Axes, parts: int, local: Slide, step: int) -> Reach:
+    """The borders of a block, for the first device and the last one alike."""
+    drift, far = step - local.image * local.dilation, (parts - 1) * local.image
+    before = local.padding[0] - min(0, drift * (parts - 1))
+    last = local.last + max(0, drift * (parts - 1))
+    left = min(far, max(0, before // local.dilation))
+    right = min(far, max(0, last // local.dilation - (local.image - 1)))
+    low, high = before - left * local.dilation, last - (local.image + right - 1) * local.dilation
+    begin, extent = before - local.padding[0], local.last + local.padding[0] + 1
+    return Reach(d, axes, parts, local.image, left, right, (low, high), drift, local.dilation, begin, extent)
 
 
 def _local(dim: Dim, rule: ShardingRule, strategy: Strategy, mesh: LogicalMesh) -> int:
     return prod(rule.size[f] for f in dim) // mesh.size(dim_axes(dim, strategy))
 
 
+def _kernel(op: Op, d: int, rule: ShardingRule) -> Dim:
+    """The kernel's dimension that moves over dimension d of the image."""
+    numbers = dict(op.param("dimension_numbers"))
+    return rule.operands[1][numbers["rhs_spec"][numbers["lhs_spec"].index(d)]]
+
+
 def _of_convolution(op: Op, d: int, local: Callable[[Dim], int], rule: ShardingRule) -> Slide:
     numbers = dict(op.param("dimension_numbers"))
     n = numbers["lhs_spec"].index(d)
-    image, kernel, output = rule.operands[0][d], rule.operands[1][numbers["rhs_spec"][n]], rule.results[0][numbers["out_spec"][n]]
+    image, kernel, output = rule.operands[0][d], _kernel(op, d, rule), rule.results[0][numbers["out_spec"][n]]
     stride, padding = op.param("window_strides")[n - 2], op.param("padding")[n - 2]
     dilation, spread = op.param("lhs_dilation")[n - 2], op.param("rhs_dilation")[n - 2]
     return Slide(local(image), local(kernel), local(output), stride, tuple(padding), dilation, spread)

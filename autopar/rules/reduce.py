@@ -101,15 +101,15 @@ def _windowed(
     passes: Sequence[Pass | None] = (),
     halo: bool = False,
 ) -> ShardingRule:
-    """Shared names where windows leave a dimension alone; where `halo` allows and they move as far as the array does, it is cut by that
-    method; else it stays whole. `large` are the tensors of the size before windowing.
+    """Shared names where windows leave a dimension alone; where `halo` allows and they move about as far as the array does, it is cut by
+    that method; else it stays whole. `large` are the tensors of the size before windowing.
     """
     ndim = operands[0].ndim
     free = _untouched(ndim, **params)
     every = (*operands[:arrays], *results)
     small = next(n for n in range(len(every)) if n not in large)
     slides = [_slide(every[large[0]].shape[d], every[small].shape[d], d, **params) for d in range(ndim)]
-    borders = {f"h{d}": gcd(s.image, s.windows) for d, s in enumerate(slides) if halo and not free[d] and s.follows}
+    borders = {f"h{d}": gcd(s.image, s.windows) for d, s in enumerate(slides) if halo and not free[d] and (s.follows or s.drifts)}
 
     def name(d: int, side: str) -> Name:
         return f"i{d}" if free[d] else (f"h{d}", f"{side}{d}") if f"h{d}" in borders else f"{side}{d}"

@@ -199,6 +199,8 @@ class _Simplifier:
         """Result dimension -> operand dimension, where the op transposes, reshapes dimensions of size one, or reduces by `kind`;
         `transpose` stands for any kind. Dimensions of size one may be left out.
         """
+        if not op.operands:
+            return None
         before, after = self._long(op.operands[0]), self._long(op.results[0])
         if op.primitive == "transpose":
             return dict(enumerate(op.param("permutation")))

@@ -66,8 +66,18 @@ def images() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return step, ({"a": normal(0, 3, 3, 2, 3), "b": normal(1, 3, 1, 3, 3), "c": normal(2, 4, 2, 3, 2)}, normal(3, 1, 24, 6, 2))
 
 
-STEPS = {f.__name__: f for f in (running_totals, extremes, images)}
-METHODS = {"running_totals": "prefix", "extremes": "arg_pair", "images": "halo"}
+def unpadded() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Fewer windows than pixels, whose blocks drift apart: a convolution, an overlapping pool, and their gradients."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"))
+        return jnp.sum(lax.reduce_window(y, -jnp.inf, lax.max, (1, 5, 1), (1, 1, 1), "VALID") ** 2)
+
+    return jax.value_and_grad(loss, (0, 1)), (normal(0, 5, 2, 3), normal(1, 1, 24, 2))
+
+
+STEPS = {f.__name__: f for f in (running_totals, extremes, images, unpadded)}
+METHODS = {"running_totals": "prefix", "extremes": "arg_pair", "images": "halo", "unpadded": "halo"}
 
 
 @cache

@@ -28,6 +28,12 @@ def beside(function, *args):
     return autopar.parallelize(function, FAST)(*args), jax.jit(function)(*args)
 
 
+def test_a_program_of_arrays_without_elements_runs():
+    state, other = jnp.ones((4, 0), jnp.uint32), jnp.ones((0, 1), jnp.uint32)
+    found, expected = beside(lambda a, b: (a, a @ b), state, other)
+    assert_close(found, expected)
+
+
 def test_a_logging_effect_happens_once_per_step_with_the_whole_value():
     seen = []
 

@@ -144,6 +144,9 @@ def more_convolutions() -> list[tuple[str, Callable, tuple]]:
         ("dilated conv", *_conv_grad((2, 6, 6, 2), (2, 2, 2, 2), rhs_dilation=(2, 2))),
         ("pixel conv", *_conv_grad((4, 2, 4, 2), (1, 1, 2, 4))),
         ("strided patches", jax.grad(lambda x, w: (_conv(x, w, 4, "VALID") ** 2).sum(), (0, 1)), (real(2, 16, 8, 2), real(4, 4, 2, 4))),
+        ("unpadded conv", *_conv_grad((2, 10, 8, 2), (3, 5, 2, 2), padding="VALID")),
+        ("unpadded strided conv", *_conv_grad((2, 10, 12, 2), (4, 3, 2, 2), stride=3, padding=((0, 1), (1, 0)))),
+        ("unpadded dilated conv", *_conv_grad((2, 10, 6, 2), (2, 2, 2, 2), rhs_dilation=(2, 2), padding="VALID")),
         ("full kernel", *_conv_grad((2, 4, 2, 2), (4, 2, 2, 4), padding="VALID")),
         ("depthwise conv", *_conv_grad((2, 4, 4, 4), (3, 3, 1, 8), feature_group_count=4)),
         ("channels first", lambda x, w: lax.conv(x, w, (1, 1), "SAME"), (real(2, 4, 4, 4), real(4, 4, 3, 3))),
@@ -190,12 +193,18 @@ def _overlapping(x: Any, init: Any, op: Callable) -> jax.Array:
     return lax.reduce_window(x, init, op, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
 
 
+def _unpadded(x: Any, init: Any, op: Callable) -> jax.Array:
+    return lax.reduce_window(x, init, op, (1, 3, 2, 1), (1, 1, 2, 1), "VALID")
+
+
 def windows() -> list[tuple[str, Callable, tuple]]:
     x = real(4, 4, 4, 2)
     return [
         ("max pool", jax.grad(lambda a: (_pool(a, -jnp.inf, lax.max) ** 2).sum()), (x,)),
         ("min pool", lambda a: _pool(a, jnp.inf, lax.min), (x,)),
         ("mean pool", jax.grad(lambda a: (_pool(a, 0.0, lax.add, "SAME") ** 2).sum()), (real(4, 3, 5, 2),)),
+        ("unpadded max pool", jax.grad(lambda a: (_unpadded(a, -jnp.inf, lax.max) ** 2).sum()), (real(2, 10, 8, 2),)),
+        ("unpadded mean pool", jax.grad(lambda a: (_unpadded(a, 0.0, lax.add) ** 2).sum()), (real(2, 10, 8, 2),)),
         ("custom pool", lambda a: _pool(a, 0.0, lambda u, v: u * v + u + v), (x,)),
         ("overlapping max pool", jax.grad(lambda a: (_overlapping(a, -jnp.inf, lax.max) ** 2).sum()), (real(2, 8, 8, 2),)),
         ("overlapping mean pool", jax.grad(lambda a: (_overlapping(a, 0.0, lax.add) ** 2).sum()), (real(2, 8, 8, 2),)),

@@ -253,9 +253,17 @@ def _two_parts(x: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[np.n
     noise = rng.integers(1, 5, x.shape).astype(x.dtype) if x.dtype.kind in "iu" else rng.uniform(0.5, 1.5, x.shape).astype(x.dtype)
     if kind == "sum":
         return _two_summands(x, noise, rng) if x.dtype.kind in "fcV" else (noise, x - noise)
-    other = x - noise if kind == "max" else x + noise
+    other = _beyond(x, noise, kind)
     first = rng.integers(0, 2, x.shape).astype(bool)
     return np.where(first, x, other), np.where(first, other, x)
+
+
+def _beyond(x: np.ndarray, noise: np.ndarray, kind: str) -> np.ndarray:
+    """Smaller numbers, or larger ones, as far as the dtype goes."""
+    if x.dtype.kind not in "iu":
+        return x - noise if kind == "max" else x + noise
+    ends = np.iinfo(x.dtype)
+    return np.where(x - ends.min < noise, x, x - noise) if kind == "max" else np.where(ends.max - x < noise, x, x + noise)
 
 
 def _two_summands(x: np.ndarray, noise: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

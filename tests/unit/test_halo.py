@@ -59,6 +59,39 @@ def test_every_device_reads_from_its_bordered_block_what_the_whole_reads():
             assert local.last == (local.image - 1) * local.dilation + r.padding[1]
 
 
+def drifting() -> list[tuple[Slide, int]]:
+    found = []
+    sizes = (8, 10, 12), (2, 3, 5), (1, 2, 3), (1, 2), (1, 2), (0, 1, -1), (0, 2)
+    for image, window, stride, dilation, spread, low, high in product(*sizes):
+        positions = low + (image - 1) * dilation + 1 + high - (window - 1) * spread - 1
+        windows = positions // stride + 1
+        slide = Slide(image, window, windows, stride, (low, high), dilation, spread)
+        found += [(slide, p) for p in (2, 3, 4) if windows > 1 and gcd(image, windows) % p == 0 and not slide.follows]
+    return found
+
+
+def element(position: int, r: Reach, start: int, image: int) -> int | None:
+    """What stands at a position of a padded block with borders: an element of the image, whose block begins with `start`, or nothing."""
+    at, between = divmod(position - r.padding[0], r.dilation)
+    there = not between and 0 <= at < r.left + r.block + r.right and 0 <= at + start - r.left < image
+    return at + start - r.left if there else None
+
+
+def test_every_device_whose_windows_drift_takes_what_the_whole_reads_from_its_bordered_block():
+    assert len(drifting()) > 100
+    for slide, parts in drifting():
+        r, block, mine = reach_of(slide, parts), slide.image // parts, slide.windows // parts
+        local = Slide(r.extent, slide.window, mine, slide.stride, (0, 0), 1, slide.spread)
+        length = (r.left + block + r.right - 1) * slide.dilation + 1 + sum(r.padding)
+        for device in range(parts):
+            begin = r.begin + device * r.drift
+            assert 0 <= begin and begin + r.extent <= length
+            positions = [[o * slide.stride + k * slide.spread for k in range(slide.window)] for o in range(mine)]
+            here = [[element(begin + p, r, device * block, slide.image) for p in window] for window in positions]
+            assert read(slide, slide.padding[0], device * mine, mine) == here, (slide, parts, device)
+            assert local.last + 1 == r.extent
+
+
 def test_borders_are_no_wider_than_some_device_needs():
     for slide, parts in slides():
         r, block, mine = reach_of(slide, parts), slide.image // parts, slide.windows // parts

@@ -195,6 +195,15 @@ def test_a_weight_gradient_of_a_convolution_contracts_the_batch() -> None:
             assert any(rule.size[f] == avals[0].shape[0] for f in rule.in_operands - rule.in_results)
 
 
+def test_a_transposed_convolution_is_cut_without_borders_only_where_each_window_reads_one_pixel() -> None:
+    def methods(*padding: tuple[int, int]) -> dict[str, str]:
+        convolve = lambda x, w: lax.conv_general_dilated(x, w, (1,), padding, lhs_dilation=(3,))  # noqa: E731
+        return first_rule("conv_general_dilated", convolve, jnp.zeros((2, 4, 8)), jnp.zeros((2, 4, 3))).method
+
+    assert methods((2, 2))["p0"] == "plain"
+    assert "p0" not in methods((1, 3)) and methods((1, 3))["s0"] == "halo"
+
+
 def passes(primitive: str, function: Callable, *arguments) -> tuple[Pass, ...]:
     return first_rule(primitive, function, *arguments).passes
 

@@ -106,6 +106,12 @@ def test_a_scatter_of_constants_depends_on_no_input():
     assert scattered.results[0] in found.free
 
 
+@pytest.mark.parametrize("reduce", [jnp.max, jnp.sum, jnp.transpose], ids=lambda f: f.__name__)
+def test_what_is_made_of_nothing_may_be_reduced_and_transposed(reduce):
+    found = graph(lambda x: x + reduce(lax.broadcasted_iota(jnp.float32, (4, 6), 1)).sum(), X)
+    assert found.ops[-1].primitive == "add"
+
+
 def test_what_leaves_the_program_keeps_its_weak_type():
     weak = jax.ShapeDtypeStruct((), jnp.float32, weak_type=True)
     found = graph(lambda x, w: (x, w.astype(jnp.float32)), X, weak)
