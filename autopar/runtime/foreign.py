@@ -189,7 +189,7 @@ def verify_foreign(plan: Plan, traced: Traced, compiler: str, donate: bool = Tru
     """Collectives and memory of a plan beside what `compiler` makes of it. Nothing runs, so numbers and time are not judged."""
     if plan.stages:
         raise UsageError(
-            f"a plan in {len(plan.stages)} stages is many programs, which the {compiler} compiler is not yet asked to judge. Verify it without "
+            f"a plan in {len(plan.stages)} stages is many programs, which the {compiler} compiler does not judge yet. Verify it without "
             "`compiler`, or plan with stages='off'."
         )
     found = compile_for(plan, traced, compiler, donate)
