@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.emit.manual import Device, Emission
 from autopar.emit.regions import run
 from autopar.errors import CheckError
-from autopar.interop.split import AFTER, BEFORE, FORWARD, StageGraph, microbatch_loop
+from autopar.interop.split import AFTER, BEFORE, FORWARD, StageGraph
 from autopar.ir.graph import BOUNDARY, ROOT, Aval, Graph
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import operand_sharding, result_sharding
@@ -106,7 +106,7 @@ class Cutter:
         parts = [(BEFORE,), (FORWARD,), *backward, *((AFTER + r,) for r in range(stage.rounds))]
         received = [p.position for p in stage.receives if p.when == "each"]
         sent = [p.position for p in stage.sends if p.when == "each"]
-        return Cutter(emission, microbatch_loop(emission.graph), parts, received, sent)
+        return Cutter(emission, stage.loop, parts, received, sent)
 
     def pieces(self) -> tuple[Piece, ...]:
         graph, plan = self.graph, self.emission.plan
@@ -127,9 +127,6 @@ class Cutter:
     def _is_port(self, i: int) -> bool:
         op = self.graph.ops[i]
         return op.primitive in BOUNDARY and op.param("region") == self.loop
-
-    def loop_ends_after(self, n: int) -> bool:
-        return n == max(self.of_part[op.part] for op in self.graph.ops if self.loop in self.graph.path(op.region))
 
     def _op(self, i: int, n: int) -> None:
         graph, plan = self.graph, self.emission.plan
@@ -163,7 +160,7 @@ class Cutter:
                             self.need(form, 0)
 
     def _leave(self, n: int) -> None:
-        """What leaves the loop or the stage, and is made in piece n: later pieces may read it as it goes, this one must not wait for them."""
+        """What leaves the loop or the stage and is made in piece n. Later pieces may read it so; this one must not wait for them."""
         for i, op in enumerate(self.graph.ops):
             if not self._is_port(i) or op.primitive not in ("loop_exit", "loop_stack"):
                 continue
@@ -203,7 +200,7 @@ class Cutter:
 
     def _loop_end(self) -> int:
         """The first piece after the loop."""
-        return 1 + max(n for n in range(len(self.drafts)) if self.loop_ends_after(n))
+        return next(n for n, draft in enumerate(self.drafts) if draft.parts[0] >= AFTER)
 
     def need(self, form: Form, n: int) -> None:
         """Piece n needs a form: it is there, comes from another piece, is made by a move, or by an op run once more."""

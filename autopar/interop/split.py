@@ -49,7 +49,8 @@ class Port:
 @dataclass(frozen=True, eq=False)
 class StageGraph:
     """One stage's share of a step. `leaves` and `results` are the positions of its first inputs and outputs among the step's own; then
-    come the values that it `receives` and `sends`. `carried` pairs its state's inputs and outputs.
+    come the values that it `receives` and `sends`. `carried` pairs its state's inputs and outputs. `loop` is the region of the loop over
+    microbatches, in which a stage may have no ops.
     """
 
     graph: Graph
@@ -59,10 +60,11 @@ class StageGraph:
     receives: tuple[Port, ...]
     sends: tuple[Port, ...]
     rounds: int
+    loop: int
 
 
 def microbatch_loop(graph: Graph) -> int:
-    """The outermost loop in which ops of layers or pieces stand."""
+    """The outermost loop of a whole step in which ops of layers stand."""
     return next(graph.path(op.region)[0] for op in graph.ops if op.region != ROOT and op.part >= 0 and op.primitive not in BOUNDARY)
 
 
@@ -347,7 +349,8 @@ class _Writer:
         )
         carried = [(leaves.index(i), results.index(o)) for i, o in places.carried if i in leaves and o in results]
         rounds = 1 + max([op.part - AFTER for op in self.ops], default=0)
-        return StageGraph(check_graph(graph), tuple(carried), (*leaves, *constants), tuple(results), receives, sends, max(1, rounds))
+        loop = self.regions[places.loop]
+        return StageGraph(check_graph(graph), tuple(carried), (*leaves, *constants), tuple(results), receives, sends, max(1, rounds), loop)
 
     def _regions(self) -> set[int]:
         used = {self.places.loop}

@@ -21,7 +21,7 @@ from autopar import rules
 from autopar.emit.hlo import CompiledCollective, read_collectives
 from autopar.emit.manual import Emission, named_sharding
 from autopar.emit.stage import Cutter, Form, Piece, Slot, StageProgram, form_of, form_spec
-from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, Port, StageGraph, microbatch_loop
+from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, Port, StageGraph
 from autopar.interop.timing import schedule_of, simulate_plan
 from autopar.ir.check import check_plan
 from autopar.ir.plan import Plan
@@ -47,11 +47,6 @@ class StageRun:
     emission: Emission
     constants: tuple[Any, ...]
     mesh: Mesh
-
-    @property
-    def loop(self) -> int:
-        """The loop over microbatches."""
-        return microbatch_loop(self.emission.graph)
 
 
 @dataclass(eq=False)
@@ -82,7 +77,7 @@ class _Stage:
         self.carried = frozenset(i for i, _ in stage.carried) if donate else frozenset()
         self.place: dict[Form, int] = {form_of(v, s): k for k, (v, s) in enumerate(zip(self.graph.inputs, self.plan.inputs, strict=True))}
         self.results = [self._result(k) for k in range(len(stage.results))]
-        self.programs = {piece.parts: _Program(piece, StageProgram(emission, run.loop, piece), None, None) for piece in pieces}
+        self.programs = {piece.parts: _Program(piece, StageProgram(emission, stage.loop, piece), None, None) for piece in pieces}
         self._find_last(pieces)
         with own_settings(run.mesh):
             nothing = named_sharding(TensorSharding(()), run.mesh)
