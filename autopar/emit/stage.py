@@ -348,7 +348,12 @@ class _Run:
             op = device.emission.graph.ops[first]
             path = device.emission.graph.path(op.region)
             run(device, first, stop, self.program.loop if self.program.loop in path else ROOT)
-        return self.number + device.zero, *(_whole(self._get(slot), slot.form.sharding) for slot in piece.outputs)
+        return self.number + device.zero, *map(self._given, piece.outputs)
+
+    def _given(self, slot: Slot) -> Any:
+        """A slot's array as the program gives it."""
+        weak = slot.kind == "once" and self.device.emission.graph.avals[slot.form.value].weak_type
+        return compat.with_weak_type(_whole(self._get(slot), slot.form.sharding), weak)
 
     def _set(self, form: Form, x: Any) -> None:
         self.device.forms[form.value, form.sharding, form.generation] = x
