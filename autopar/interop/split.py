@@ -177,7 +177,7 @@ class _Places:
 
     def _shared(self) -> set[int]:
         """The units that each stage runs for itself: what depends on no batch, before or after; in the loop what depends on nothing but
-        the microbatch's number, if it is small or free."""
+        the microbatch's number and single numbers from outside, if it is small or free."""
         graph, found = self.graph, set[int]()
         known = set(graph.inputs)
         for n, unit in enumerate(self.units):
@@ -203,9 +203,12 @@ class _Places:
         n = self.unit_of.get(v)
         if v in self.graph.free or n in shared:
             return True
-        unit = None if n is None else self.units[n]
-        small = self.graph.avals[v].size <= _SMALL
-        return unit is not None and unit.kind == "enter" and small and self.graph.ops[unit.ops[0]].primitive in ("loop_slice", "loop_read")
+        if n is None or self.units[n].kind != "enter":
+            return False
+        op = self.graph.ops[self.units[n].ops[0]]
+        if op.primitive == "loop_slice":
+            return op.operands[0] in self.graph.free
+        return op.primitive == "loop_read" and self.graph.avals[v].size <= 1
 
     def _stage_inside(self, n: int, asked: list[int], shared: bool) -> None:
         """Forward goes on where its operands are or later, backward where its cotangents come from or earlier."""
