@@ -50,12 +50,17 @@ def _times(a: Any, stride: int) -> Pair:
     if stride == 1:
         return jnp.zeros_like(a), a
     lowest, highest = stride % _WORD, stride // _WORD
-    b0, b1 = jnp.uint32(lowest & 0xFFFF), jnp.uint32(lowest >> 16)
+    b0, b1 = lowest & 0xFFFF, lowest >> 16
     a0, a1 = a & 0xFFFF, a >> 16
-    cross = a1 * b0 + ((a0 * b0) >> 16)  # cannot overflow: (2^16-1)^2 + 2^16-1 < 2^32
-    other = a0 * b1 + (cross & 0xFFFF)
-    high = a1 * b1 + (cross >> 16) + (other >> 16)
-    return high + a * jnp.uint32(highest % _WORD), a * jnp.uint32(lowest)
+    cross = _product(a1, b0) + (_product(a0, b0) >> 16)  # cannot overflow: (2^16-1)^2 + 2^16-1 < 2^32
+    other = _product(a0, b1) + (cross & 0xFFFF)
+    high = _product(a1, b1) + (cross >> 16) + (other >> 16)
+    return high + _product(a, highest % _WORD), _product(a, lowest)
+
+
+def _product(a: Any, n: int) -> Any:
+    """A word times a constant. Nothing times zero is written: a compiler would drop it, and with it a collective that brings the word."""
+    return a * jnp.uint32(n) if n else jnp.zeros_like(a)
 
 
 def _added(x: Pair, y: Pair) -> Pair:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.emit.manual import Device, Emission
 from autopar.emit.regions import run
 from autopar.errors import CheckError
-from autopar.interop.split import AFTER, BEFORE, FORWARD, StageGraph, microbatch_loop
+from autopar.interop.split import AFTER, BEFORE, FORWARD, StageGraph
 from autopar.ir.graph import BOUNDARY, ROOT, Aval, Graph
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.strategy import operand_sharding, result_sharding
@@ -97,9 +97,6 @@ class Cutter:
         self.moves = {(m.value, str(m.target), m.generation): k for k, m in enumerate(emission.plan.moves)}
         self.drafts = [_Draft(parts) for parts in pieces]
         self.of_part = {p: n for n, parts in enumerate(pieces) for p in parts}
-        loop_parts = [op.part for op in self.graph.ops if loop in self.graph.path(op.region)]
-        self.end = 1 + max(self.of_part[part] for part in loop_parts)
-        """The first piece after the loop."""
         self.where: dict[Form, int] = {}
         """Form -> the piece that makes it first; -1 for inputs."""
 
@@ -109,7 +106,7 @@ class Cutter:
         parts = [(BEFORE,), (FORWARD,), *backward, *((AFTER + r,) for r in range(stage.rounds))]
         received = [p.position for p in stage.receives if p.when == "each"]
         sent = [p.position for p in stage.sends if p.when == "each"]
-        return Cutter(emission, microbatch_loop(emission.graph), parts, received, sent)
+        return Cutter(emission, stage.loop, parts, received, sent)
 
     def pieces(self) -> tuple[Piece, ...]:
         graph, plan = self.graph, self.emission.plan
@@ -120,11 +117,7 @@ class Cutter:
                 self._op(i, n)
             if n == 0:
                 self._prepare()
-            if self._inside(n):
-                self._leave(n)
-        for k, o in enumerate(graph.outputs):
-            if isinstance(o, int) and k not in self.sent:
-                self._out(k, o)
+            self._leave(n)
         return tuple(self._finished(draft) for draft in self.drafts)
 
     def _ops(self, n: int) -> list[int]:
@@ -167,7 +160,7 @@ class Cutter:
                             self.need(form, 0)
 
     def _leave(self, n: int) -> None:
-        """What leaves the loop: the piece that makes it gives it."""
+        """What leaves the loop or the stage and is made in piece n. Later pieces may read it so; this one must not wait for them."""
         for i, op in enumerate(self.graph.ops):
             if not self._is_port(i) or op.primitive not in ("loop_exit", "loop_stack"):
                 continue
@@ -182,6 +175,9 @@ class Cutter:
                 self.drafts[n].outputs[Slot("carry", form_of(self.graph.ops[begin].results[0], start))] = None
             else:
                 self.drafts[n].outputs[Slot("each", form)] = None
+        for k, o in enumerate(self.graph.outputs):
+            if isinstance(o, int) and k not in self.sent and self._gives(o) == n:
+                self._out(k, o, n)
 
     def _maker(self, value: int) -> int:
         """The piece that makes a value of the loop, or the first that can."""
@@ -189,15 +185,22 @@ class Cutter:
         part = self.graph.ops[p].part
         return self.of_part[part] if not self._is_port(p) else 1
 
-    def _out(self, k: int, o: int) -> None:
+    def _gives(self, value: int) -> int:
+        """The piece that gives a value which does not leave the loop."""
+        p = self.graph.producer.get(value)
+        return 0 if p is None else self._loop_end() if self._is_port(p) else self.of_part[self.graph.ops[p].part]
+
+    def _out(self, k: int, o: int, n: int) -> None:
         """A result of the stage, or what it sends before or after the microbatches."""
         plan, graph = self.emission.plan, self.graph
         form = form_of(o, plan.outputs[k], plan.generation(len(graph.ops), k))
-        p = graph.producer.get(o)
-        n = 0 if p is None else self.end if self._is_port(p) else self.of_part[graph.ops[p].part]
         if self.where.get(form) != -1:
             self.need(form, n)
             self.drafts[n].outputs[Slot("once", form)] = None
+
+    def _loop_end(self) -> int:
+        """The first piece after the loop."""
+        return next(n for n, draft in enumerate(self.drafts) if draft.parts[0] >= AFTER)
 
     def need(self, form: Form, n: int) -> None:
         """Piece n needs a form: it is there, comes from another piece, is made by a move, or by an op run once more."""
@@ -237,7 +240,7 @@ class Cutter:
 
     def _inside(self, n: int) -> bool:
         """Whether a piece runs once per microbatch."""
-        return 0 < n < self.end
+        return 0 < n < self._loop_end()
 
     def _port(self, i: int, form: Form, n: int) -> None:
         """A value that a port of the loop gives, or that nothing feeds: each piece has it from outside, or makes it itself."""
@@ -345,7 +348,12 @@ class _Run:
             op = device.emission.graph.ops[first]
             path = device.emission.graph.path(op.region)
             run(device, first, stop, self.program.loop if self.program.loop in path else ROOT)
-        return self.number + device.zero, *(_whole(self._get(slot), slot.form.sharding) for slot in piece.outputs)
+        return self.number + device.zero, *map(self._given, piece.outputs)
+
+    def _given(self, slot: Slot) -> Any:
+        """A slot's array as the program gives it."""
+        weak = slot.kind == "once" and self.device.emission.graph.avals[slot.form.value].weak_type
+        return compat.with_weak_type(_whole(self._get(slot), slot.form.sharding), weak)
 
     def _set(self, form: Form, x: Any) -> None:
         self.device.forms[form.value, form.sharding, form.generation] = x

@@ -33,6 +33,10 @@ class Line:
         """What crosses at some places."""
         return float(self.height[list(places)].sum())
 
+    def dearest(self, places: Sequence[int]) -> float:
+        """What the dearest part costs."""
+        return float(np.max(np.diff(self.total[[0, *places, len(self.total) - 1]])))
+
     def unevenness(self, places: Sequence[int]) -> float:
         """The sum of squares of what parts cost."""
         return float(np.square(np.diff(self.total[[0, *places, len(self.total) - 1]])).sum())

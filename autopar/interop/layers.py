@@ -3,7 +3,7 @@
 The border before a forward op is crossed by the values that are made before it and read from it on. A *narrow place* is a border that
 less crosses than those around it, up to a rise on both sides: the residual stream between two blocks, a level of a U-Net with its skips.
 Layers are cut there, all blocks alike, since equal blocks are narrow at equal places; only where there are fewer narrow places than
-borders wanted, anywhere.
+borders wanted, or where they cut very unevenly, anywhere.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ RISE = 1.2
 
 AROUND = 32
 """Ops on either side of a place by which it is known again in other blocks."""
+
+UNEVEN = 1.5
+"""Where the dearest layer between narrow places costs so many times its share, borders that are not narrow are weighed too: a plain
+perceptron is as narrow everywhere as at the end of its first layer."""
 
 MOST = 1_000
 """Borders that are weighed where any will do: those that least crosses."""
@@ -58,9 +62,11 @@ def find_layers(ops: Ops, count: int, begins: Sequence[int] = (), slack: float =
             f"{count} layers cannot be cut: the program has {int(may[1:].sum())} borders, of which {len(given)} are given. "
             f"Ask for {len(given) + 1} to {int(may[1:].sum()) + 1} layers."
         )
-    places = _places(height, may, given, count)
+    narrow, lowest = _places(height, may, given, count)
     line = Line(np.append(0.0, np.cumsum(ops.cost[forward])), height, tuple(given), _kinds(ops, forward))
-    borders = best_cut(line, places, count, slack)
+    borders = best_cut(line, narrow if len(narrow) >= count - 1 else lowest, count, slack)
+    if line.dearest(borders) > UNEVEN * line.total[-1] / count:
+        borders = min(borders, best_cut(line, lowest, count, slack), key=line.dearest)
     return layers_at(ops, [int(forward[p]) for p in borders])
 
 
@@ -141,16 +147,14 @@ def _given(ops: Ops, forward: Ints, begins: Sequence[int], may: Flags) -> list[i
     return sorted({place[i] for i in begins})
 
 
-def _places(height: Floats, may: Flags, given: Sequence[int], count: int) -> list[int]:
-    """Borders among which to choose: the narrow places if there are enough of them, else the lowest of all."""
+def _places(height: Floats, may: Flags, given: Sequence[int], count: int) -> tuple[list[int], list[int]]:
+    """Borders among which to choose: the narrow places, and the lowest of all with them."""
     free = np.flatnonzero(may)
     free = free[free > 0]
     level = [0.0, *height[free]]
     narrow = {int(free[p - 1]) for p in narrow_places(level)} | set(given)
-    if len(narrow) >= count - 1:
-        return sorted(narrow)
     lowest = free[np.argsort(height[free], kind="stable")[: max(MOST, count)]]
-    return sorted({int(p) for p in lowest} | narrow)
+    return sorted(narrow), sorted({int(p) for p in lowest} | narrow)
 
 
 def _kinds(ops: Ops, forward: Ints) -> list[tuple[int, ...]]:

@@ -48,7 +48,8 @@ class Port:
 @dataclass(frozen=True, eq=False)
 class StageGraph:
     """One stage's share of a step. `leaves` and `results` are the positions of its first inputs and outputs among the step's own; then
-    come the values that it `receives` and `sends`. `carried` pairs its state's inputs and outputs.
+    come the values that it `receives` and `sends`. `carried` pairs its state's inputs and outputs. `loop` is the region of the loop over
+    microbatches, in which a stage may have no ops.
     """
 
     graph: Graph
@@ -58,10 +59,11 @@ class StageGraph:
     receives: tuple[Port, ...]
     sends: tuple[Port, ...]
     rounds: int
+    loop: int
 
 
 def microbatch_loop(graph: Graph) -> int:
-    """The outermost loop in which ops of layers or pieces stand."""
+    """The outermost loop of a whole step in which ops of layers stand."""
     return next(graph.path(op.region)[0] for op in graph.ops if op.region != ROOT and op.part >= 0 and op.primitive not in BOUNDARY)
 
 
@@ -174,7 +176,7 @@ class _Places:
 
     def _shared(self) -> set[int]:
         """The units that each stage runs for itself: what depends on no batch, before or after; in the loop what depends on nothing but
-        the microbatch's number, if it is small or free."""
+        the microbatch's number and single numbers from outside, if it is small or free."""
         graph, found = self.graph, set[int]()
         known = set(graph.inputs)
         for n, unit in enumerate(self.units):
@@ -200,9 +202,12 @@ class _Places:
         n = self.unit_of.get(v)
         if v in self.graph.free or n in shared:
             return True
-        unit = None if n is None else self.units[n]
-        small = self.graph.avals[v].size <= _SMALL
-        return unit is not None and unit.kind == "enter" and small and self.graph.ops[unit.ops[0]].primitive in ("loop_slice", "loop_read")
+        if n is None or self.units[n].kind != "enter":
+            return False
+        op = self.graph.ops[self.units[n].ops[0]]
+        if op.primitive == "loop_slice":
+            return op.operands[0] in self.graph.free
+        return op.primitive == "loop_read" and self.graph.avals[v].size <= 1
 
     def _stage_inside(self, n: int, asked: list[int], shared: bool) -> None:
         """Forward goes on where its operands are or later, backward where its cotangents come from or earlier."""
@@ -346,7 +351,8 @@ class _Writer:
         )
         carried = [(leaves.index(i), results.index(o)) for i, o in places.carried if i in leaves and o in results]
         rounds = 1 + max([op.part - AFTER for op in self.ops], default=0)
-        return StageGraph(check_graph(graph), tuple(carried), (*leaves, *constants), tuple(results), receives, sends, max(1, rounds))
+        loop = self.regions[places.loop]
+        return StageGraph(check_graph(graph), tuple(carried), (*leaves, *constants), tuple(results), receives, sends, max(1, rounds), loop)
 
     def _regions(self) -> set[int]:
         used = {self.places.loop}

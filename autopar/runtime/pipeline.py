@@ -7,7 +7,7 @@ soon as the program that makes it has been started. Arrays are let go with the l
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,14 +21,16 @@ from autopar import rules
 from autopar.emit.hlo import CompiledCollective, read_collectives
 from autopar.emit.manual import Emission, named_sharding
 from autopar.emit.stage import Cutter, Form, Piece, Slot, StageProgram, form_of, form_spec
-from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, Port, StageGraph, microbatch_loop
+from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, Port, StageGraph
 from autopar.interop.timing import schedule_of, simulate_plan
 from autopar.ir.check import check_plan
+from autopar.ir.graph import Constant
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import TensorSharding
 from autopar.runtime.executor import Owned, check_leaves, own_settings, put
 from autopar.runtime.program import staged
 from autopar.schedule import Schedule, Task
+from autopar.trace import compat
 from autopar.trace.recompute import recompute
 from autopar.trace.trace import Traced
 
@@ -47,11 +49,6 @@ class StageRun:
     emission: Emission
     constants: tuple[Any, ...]
     mesh: Mesh
-
-    @property
-    def loop(self) -> int:
-        """The loop over microbatches."""
-        return microbatch_loop(self.emission.graph)
 
 
 @dataclass(eq=False)
@@ -80,9 +77,12 @@ class _Stage:
         pieces = Cutter.of(emission, stage, self.backward).pieces()
         self.shardings = [named_sharding(s, run.mesh) for s in self.plan.inputs]
         self.carried = frozenset(i for i, _ in stage.carried) if donate else frozenset()
+        self.passed_on = frozenset(self.graph.inputs.index(o) for o in self.graph.outputs if o in self.graph.inputs)
         self.place: dict[Form, int] = {form_of(v, s): k for k, (v, s) in enumerate(zip(self.graph.inputs, self.plan.inputs, strict=True))}
-        self.results = [self._result(k) for k in range(len(stage.results))]
-        self.programs = {piece.parts: _Program(piece, StageProgram(emission, run.loop, piece), None, None) for piece in pieces}
+        outputs = list(zip(stage.results, self.graph.outputs, self.plan.outputs, strict=False))
+        self.results = {k: self._result(n, o) for n, (k, o, _) in enumerate(outputs) if isinstance(o, int)}
+        self.literals = {k: (self._literal(k, o), named_sharding(s, run.mesh)) for k, o, s in outputs if not isinstance(o, int)}
+        self.programs = {piece.parts: _Program(piece, StageProgram(emission, stage.loop, piece), None, None) for piece in pieces}
         self._find_last(pieces)
         with own_settings(run.mesh):
             nothing = named_sharding(TensorSharding(()), run.mesh)
@@ -94,9 +94,20 @@ class _Stage:
         self.each: dict[tuple[Form, int], Any] = {}
         self.carry: dict[int, Any] = {}
 
-    def _result(self, k: int) -> Form:
-        o = self.graph.outputs[k]
-        return form_of(o if isinstance(o, int) else -1 - k, self.plan.outputs[k], self.plan.generation(len(self.graph.ops), k))
+    def _result(self, n: int, value: int) -> Form:
+        return form_of(value, self.plan.outputs[n], self.plan.generation(len(self.graph.ops), n))
+
+    def _literal(self, k: int, constant: Constant) -> Any:
+        """An output of the step that is a number of the program's own."""
+        found = jnp.asarray(self.run.emission.program.literal_outputs[k], dtype=constant.aval.dtype)
+        return compat.with_weak_type(found, constant.aval.weak_type)
+
+    def outputs(self) -> Iterator[tuple[int, Any]]:
+        """The step's outputs that the stage makes, by position."""
+        for k, form in self.results.items():
+            yield k, self.once[form]
+        for k, (x, sharding) in self.literals.items():
+            yield k, jax.device_put(x, sharding, may_alias=False)
 
     def _find_last(self, pieces: Sequence[Piece]) -> None:
         """The inputs that each piece is the last to read."""
@@ -104,7 +115,7 @@ class _Stage:
         for n, piece in enumerate(pieces):
             for slot in piece.inputs:
                 reader[Slot("each", slot.form) if slot.kind == "every" else slot] = n
-        kept = set(self.results)
+        kept = set(self.results.values())
         self.read = {slot.form for slot in reader if slot.kind == "each"}
         for n, piece in enumerate(pieces):
             mine = frozenset(s for s in piece.inputs if reader.get(s) == n and s.kind in ("each", "once") and s.form not in kept)
@@ -362,12 +373,11 @@ class PipelineExecutable:
                     self._send(n, (AFTER + r,), 0)
             outputs: list[Any] = [None] * self.num_outputs
             for stage in self.stages:
-                for form, k in zip(stage.results, stage.run.stage.results, strict=True):
-                    outputs[k] = stage.once[form]
+                for k, x in stage.outputs():
+                    outputs[k] = x
         for array in outputs:
             owned.add(array)
         return outputs
-
 
     def _send(self, n: int, parts: tuple[int, ...], m: int) -> None:
         """Put what a stage has made for others on their devices."""
@@ -388,15 +398,20 @@ class PipelineExecutable:
                 source.each.pop((t.sent, m), None)
 
     def _place(self, leaves: Sequence[Any], owned: Owned) -> None:
-        """Leaves on the devices of the stages that read them. State that is not ours, or given twice, is copied before it is given up."""
+        """Leaves on the devices of the stages that read them. State that is not ours, or given twice, is copied before it is given up,
+        and so is what the step gives back as it came.
+        """
         kept = Counter(id(x) for x in leaves)
         for stage in self.stages:
             own, graph = stage.run.stage.leaves, stage.graph
             count = len(own) - len(stage.constants)
             for position, k in enumerate(own[:count]):
                 leaf, sharding = leaves[k], stage.shardings[position]
-                copy = position in stage.carried and not (leaf in owned and kept[id(leaf)] == 1)
-                kept[id(leaf)] -= position in stage.carried
+                if position in stage.carried:
+                    copy = not (leaf in owned and kept[id(leaf)] == 1)
+                    kept[id(leaf)] -= 1
+                else:
+                    copy = position in stage.passed_on
                 with own_settings(stage.mesh):
                     placed = put(leaf, graph.avals[graph.inputs[position]].dtype, sharding, copy)
                 stage.once[form_of(graph.inputs[position], stage.plan.inputs[position])] = placed
