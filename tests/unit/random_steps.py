@@ -5,6 +5,7 @@ A maker takes a pool, picks or adds operands and returns a step, or None where n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
@@ -201,6 +202,11 @@ def convert(p: Pool) -> Step | None:
 # Over dimensions
 
 
+def _power(bound: float, n: int) -> float:
+    """The largest product of n numbers up to this."""
+    return max(1.0, bound) ** n if n * math.log2(max(2.0, bound)) < 1000 else math.inf
+
+
 def _axes(p: Pool, v: Value) -> tuple[int, ...]:
     return tuple(d for d in range(v.ndim) if p.flag())
 
@@ -215,7 +221,7 @@ def reduce(p: Pool) -> Step | None:
         return step(p, name, partial(getattr(jnp, name), axis=axes), [i], 1)
     options: dict[str, tuple[float, float, int]] = {"sum": (n * v.bound, n * v.error, n if v.error else 0)}
     if v.is_exact and n <= 12:
-        options["prod"] = (max(v.bound, 1) ** n, 0, 0)
+        options["prod"] = (_power(v.bound, n), 0, 0)
     if n and v.dtype != "complex64":
         options |= dict.fromkeys(("max", "min"), (v.bound, v.error, 0))
     if n and v.is_float:
@@ -239,7 +245,7 @@ def cumulative(p: Pool) -> Step | None:
     n = v.shape[axis]
     options = {"cumsum": (n * v.bound, n * v.error, n if v.error else 0), "cummax": (v.bound, v.error, 0), "cummin": (v.bound, v.error, 0)}
     if v.is_exact:
-        options["cumprod"] = (max(1, v.bound) ** n, 0, 0)
+        options["cumprod"] = (_power(v.bound, n), 0, 0)
     if v.is_float:
         options["cumlogsumexp"] = (v.bound + 3, v.error, 12 * n)
     name = p.choose(options)
@@ -485,7 +491,7 @@ def scatter(p: Pool) -> Step | None:
     if v.dtype != "complex64":
         options |= {"max": either, "min": either}
     if v.is_exact and w.is_exact:
-        options["multiply"] = (v.bound * max(1, w.bound) ** n, 0, 0)
+        options["multiply"] = (v.bound * _power(w.bound, n), 0, 0)
     name = p.choose(options)
     unique = lambda x, k, u: getattr(x.at[k], name)(u, mode=mode)  # noqa: E731
     made = step(p, f"scatter {name}, {mode}", unique, [i, index, j], *options[name])

@@ -69,7 +69,7 @@ def rounded(shape: Any, dtype: Any, bound: float, error: float = 0.0, smooth: in
     name = KEY if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else str(jnp.dtype(dtype))
     value = Value(tuple(shape), name, bound)
     if not value.is_inexact:
-        return value if not error else None
+        return Value(value.shape, name, min(bound, 2.0**32)) if not error else None  # integers wrap round
     if error or smooth or bound > 2 / eps(name):
         error += eps(name) * bound * max(1, smooth)
     limit = float(jnp.finfo(name).max) ** 0.5
