@@ -87,7 +87,7 @@ def named_mesh(
     if prod(asked.values()) != devices:
         product = " x ".join(f"{role}={n}" for role, n in asked.items() if n > 1) or "data=1"
         raise UsageError(f"{product} makes {prod(asked.values())} devices, and the cluster has {devices}. Their product must be {devices}.")
-    roles = [role for role in ROLES if sizes[role] > 1] or ["data"]
+    roles = [role for role in ROLES if sizes.get(role, 1) > 1] or ["data"]
     if len(roles) > MOST_AXES:
         raise UsageError(f"at most {MOST_AXES} of {', '.join(ROLES)} may be above 1 together, not {len(roles)}.")
     level = checks.zero_level(zero)

@@ -18,7 +18,7 @@ from autopar.costs import Pricer
 from autopar.emit.manual import Emission
 from autopar.emit.stage import Cutter, Piece
 from autopar.errors import AutoparError, InfeasibleError, MicrobatchError, SolverError, UsageError
-from autopar.interop import Layers, find_layers, ops_of
+from autopar.interop import find_layers, ops_of
 from autopar.interop.settle import Planned, settle
 from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, StageGraph
 from autopar.interop.timing import simulate_plan, step_seconds
@@ -34,7 +34,7 @@ from autopar.ir.plan import STAGE_AXIS, Leaf, Plan, Predicted, Sent, ShardingPla
 from autopar.ir.restriction import Restriction
 from autopar.ir.serialize import fingerprint, plain
 from autopar.ir.sharding import TensorSharding
-from autopar.runtime.program import Staged, in_layers
+from autopar.runtime.program import Layered, Staged, in_layers
 from autopar.schedule import Schedule, Simulation, build
 from autopar.trace.roles import batch_leaves
 
@@ -56,11 +56,15 @@ def plan_in_stages(c: Compilation, count: int) -> Compilation:
     for microbatches in _counts(c, count):
         before = best.seconds if best else float("inf")
         c.progress(f"{count} stages, {microbatches} microbatches")
-        cut = _Cut.of(c, layers, microbatches, [(n, n + 1) for n in range(count * chunks)])
+        layered = in_layers(c.traced, layers, microbatches, c.options.batch_argnums, c.options.accumulate_dtype)
+        cuts: dict[bool, _Cut] = {}
         for mesh in meshes:
             for name in _schedules(c):
+                in_two = name == "zero_bubble"
+                if in_two not in cuts:
+                    cuts[in_two] = _Cut.of(layered, [(n, n + 1) for n in range(count * chunks)], name)
                 try:
-                    found = _Candidate(c, cut, submesh, mesh, build(name, count, microbatches, chunks))
+                    found = _Candidate(c, cuts[in_two], submesh, mesh, build(name, count, microbatches, chunks))
                     found.check()
                 except InfeasibleError as error:
                     refused.append(error)
@@ -211,9 +215,9 @@ class _Cut:
         return tuple(fingerprint(stage.graph, {"carried": stage.carried}) for stage in self.staged.stages)
 
     @staticmethod
-    def of(c: Compilation, layers: Layers, microbatches: int, ranges: Sequence[tuple[int, int]]) -> _Cut:
-        layered = in_layers(c.traced, layers, microbatches, c.options.batch_argnums, c.options.accumulate_dtype)
-        return _Cut(layers.begins, tuple(ranges), layered.staged([s for s, r in enumerate(ranges) for _ in range(*r)]))
+    def of(layered: Layered, ranges: Sequence[tuple[int, int]], schedule: str) -> _Cut:
+        stage_of = [s for s, r in enumerate(ranges) for _ in range(*r)]
+        return _Cut(layered.layers.begins, tuple(ranges), layered.staged(stage_of, schedule))
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,11 +67,17 @@ def microbatch_loop(graph: Graph) -> int:
     return next(graph.path(op.region)[0] for op in graph.ops if op.region != ROOT and op.part >= 0 and op.primitive not in BOUNDARY)
 
 
-def split(graph: Graph, loop: int, carried: Sequence[tuple[int, int]], stage_of: Sequence[int]) -> tuple[StageGraph, ...]:
-    """The stages of a step whose `loop` runs over microbatches. `stage_of[layer]` is a layer's stage; stages are numbered as data flows."""
+def split(
+    graph: Graph, loop: int, carried: Sequence[tuple[int, int]], stage_of: Sequence[int], in_two: bool = False
+) -> tuple[StageGraph, ...]:
+    """The stages of a step whose `loop` runs over microbatches. `stage_of[layer]` is a layer's stage; stages are numbered as data flows.
+
+    Backward is one piece, layer after layer; `in_two`, what makes cotangents for other stages comes first, as schedules ask for that
+    run the rest of it later.
+    """
     places = _Places(graph, loop, carried, tuple(stage_of))
     places.demand()
-    return tuple(_Writer(places, s).stage() for s in range(places.count))
+    return tuple(_Writer(places, s, in_two).stage() for s in range(places.count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +318,8 @@ class _Places:
 class _Writer:
     """Writes the graph of one stage."""
 
-    def __init__(self, places: _Places, stage: int):
-        self.places, self.number, self.old = places, stage, places.graph
+    def __init__(self, places: _Places, stage: int, in_two: bool):
+        self.places, self.number, self.in_two, self.old = places, stage, in_two, places.graph
         self.times = self.old.regions[places.loop].times
         self.avals: list[Aval] = []
         self.ops: list[Op] = []
@@ -377,7 +383,7 @@ class _Writer:
             if n not in places.stage:
                 found[n] = reading or {FORWARD}
             elif n in places.late:
-                found[n] = {COTANGENT if COTANGENT in reading or not sent.isdisjoint(places.made(n)) else WEIGHT}
+                found[n] = {COTANGENT if not self.in_two or COTANGENT in reading or not sent.isdisjoint(places.made(n)) else WEIGHT}
             else:
                 found[n] = {FORWARD}
         return found

@@ -20,7 +20,7 @@ from autopar.intraop.connect import fed_by_state
 from autopar.intraop.enumerate import Pins, enumerate_problem
 from autopar.intraop.shape import Shape
 from autopar.intraop.solvers.highs import minimum_peak, relaxed, solve
-from autopar.ir.graph import MATMULS, Graph, Op
+from autopar.ir.graph import BOUNDARY, MATMULS, ROOT, Graph, Op
 from autopar.ir.problem import Floats, Ints, Problem
 from autopar.trace.recompute import Doubled, doubled, recompute, repeatable
 
@@ -128,12 +128,23 @@ def borders(shape: Shape) -> frozenset[int]:
     return frozenset(v for n in _valleys(height) for v in crossing[n])
 
 
+def _fixed(graph: Graph, known: frozenset[int]) -> frozenset[int]:
+    """These values, and inside of loops what comes from outside the same in each iteration, what follows from that, and sums so far."""
+    found = set(known) | graph.fixed_inside
+    for op in graph.ops:
+        sums = op.primitive == "loop_carry" and op.part >= 0
+        inside = op.region != ROOT and op.primitive not in BOUNDARY and bool(op.inputs)
+        if sums or (inside and all(o in found for o in op.inputs)):
+            found.update(op.results)
+    return frozenset(found)
+
+
 class _Places:
     """The places just before each forward op that is no part of a fusion; ops are counted in forward only."""
 
     def __init__(self, shape: Shape):
         graph = self.graph = shape.graph
-        self.fixed = fed_by_state(graph, shape.carried) | graph.free | frozenset(graph.inputs)
+        self.fixed = _fixed(graph, fed_by_state(graph, shape.carried) | graph.free | frozenset(graph.inputs))
         forward = [i for i, op in enumerate(graph.ops) if op.phase == "forward"]
         self.cheap = [is_reduction(graph.ops[i]) or is_fusible(graph.ops[i], is_elementwise(shape.rules[i])) for i in forward]
         self.dear = [n for n, cheap in enumerate(self.cheap) if not cheap]

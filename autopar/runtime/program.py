@@ -96,11 +96,11 @@ class Layered:
     traced: Traced
     layers: Layers
 
-    def staged(self, stage_of: Sequence[int]) -> Staged:
-        """The stages of layers that are told which stage they belong to."""
+    def staged(self, stage_of: Sequence[int], schedule: str) -> Staged:
+        """The stages of layers that are told which stage they belong to, for a schedule."""
         loop = microbatch_loop(self.traced.graph)
         graph = summed_apart(self.traced.graph, loop, stage_of)
-        return Staged(replace(self.traced, graph=graph), split(graph, loop, self.traced.roles.carried, stage_of))
+        return Staged(replace(self.traced, graph=graph), split(graph, loop, self.traced.roles.carried, stage_of, schedule == "zero_bubble"))
 
 
 def in_layers(
@@ -124,7 +124,7 @@ def staged(traced: Traced, plan: Plan) -> Staged:
     stage_of = [s for s, stage in enumerate(plan.stages) for _ in range(*stage.layers)]
     if len(stage_of) != len(plan.layers) + 1:
         raise PlanError(f"the plan's stages hold {len(stage_of)} layers of {len(plan.layers) + 1}.")
-    return layered.staged(stage_of)
+    return layered.staged(stage_of, plan.schedule)
 
 
 def _lower(

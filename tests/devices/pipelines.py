@@ -45,10 +45,10 @@ class Forced:
     collectives: tuple[tuple[Any, ...], ...]
 
 
-def in_stages(traced: Traced, count: int, microbatches: int) -> Staged:
+def in_stages(traced: Traced, count: int, microbatches: int, schedule: str = "1f1b") -> Staged:
     """A traced step in so many stages, cut where its layers are found."""
     layers = find_layers(ops_of(traced.graph, traced.roles.carried), count)
-    return in_layers(traced, layers, microbatches).staged(range(count))
+    return in_layers(traced, layers, microbatches).staged(range(count), schedule)
 
 
 def forced(
@@ -65,7 +65,7 @@ def forced(
     """A random plan for each stage, on a mesh of these sizes; `again` makes values of forward again in backward."""
     traced = trace(step, args)
     chunks = 2 if schedule == "interleaved" else 1
-    program = in_stages(traced, stages * chunks, microbatches)
+    program = in_stages(traced, stages * chunks, microbatches, schedule)
     mesh = LogicalMesh(AXES[: len(sizes)], tuple(sizes))
     pricer = Pricer(cost_models.load_cluster(f"fast-link:{mesh.num_devices}", measure=False), mesh)
     planned = [_planned(s, _again(s.graph) if again else s.graph, mesh, pricer, seed + n) for n, s in enumerate(program.stages)]
