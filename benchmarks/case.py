@@ -129,7 +129,7 @@ def plan_for(job: Job, function: Callable[..., Any], args: Sequence[Any], option
     mesh = LogicalMesh(AXES[: len(job.mesh)], job.mesh)
     done = compile_plan(Compilation(trace(function, args), cluster, (mesh,), options))
     assert done.plan is not None
-    return autopar.Plan(forced(done, mesh, job.seed) if job.plan == "random" else done.plan)
+    return autopar.Plan(forced(done, mesh, job.seed) if job.plan == "random" and not done.plan.stages else done.plan)
 
 
 def forced(done: Compilation, mesh: LogicalMesh, seed: int) -> Any:

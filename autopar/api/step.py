@@ -205,7 +205,12 @@ class ParallelStep:
             check_devices(needed or 0, jax.device_count())
 
     def _check_mesh(self, planned: LogicalMesh) -> None:
-        if isinstance(self.mesh, Mesh) and logical_mesh(self.mesh) != planned:
+        if not isinstance(self.mesh, Mesh):
+            return
+        lists_devices = STAGE_AXIS in planned.names and STAGE_AXIS not in self.mesh.axis_names
+        if lists_devices and self.mesh.devices.size == planned.num_devices:
+            return
+        if logical_mesh(self.mesh) != planned:
             raise PlanError(
                 f"the plan is for a mesh of ({planned}), and the mesh given has ({logical_mesh(self.mesh)}). "
                 "Leave out `mesh`, or plan again for this one."

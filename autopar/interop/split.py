@@ -293,6 +293,7 @@ class _Places:
         for k, o in enumerate(self.graph.outputs):
             if isinstance(o, int) and o in self.inputs:
                 self.owner[k] = self.home.get(o, min(self.reads.get(o, ()), default=0))
+                self.reads.setdefault(o, set()).add(self.owner[k])
 
     def _count_rounds(self) -> None:
         for n, unit in enumerate(self.units):

@@ -466,7 +466,7 @@ def pipeline_for(plan: Plan, traced: Traced, mesh: Mesh, donate: bool = True) ->
     for n, (stage, data) in enumerate(zip(program.stages, plan.stages, strict=True)):
         graph = recompute(stage.graph, data.recomputed) if data.recomputed else stage.graph
         found = tuple(rules.rule_for(op, graph.aval) for op in graph.ops)
-        where = mesh.devices[schedule.device_of[n]].reshape(data.sharding.mesh.sizes)
+        where = np.asarray(mesh.devices[schedule.device_of[n]]).reshape(data.sharding.mesh.sizes)
         emission = Emission(graph, program.whole.program, found, check_plan(graph, found, data.sharding), as_written)
         runs.append(StageRun(stage, emission, program.constants(n), Mesh(where, data.sharding.mesh.names)))
     order = [span.task for span in simulate_plan(schedule, plan.stages).order]

@@ -16,17 +16,17 @@ from autopar.errors import MicrobatchError, PlanError
 from autopar.interop import Layers, layers_at, ops_of
 from autopar.interop.apart import summed_apart
 from autopar.interop.split import StageGraph, microbatch_loop, split
-from autopar.ir.graph import Aval, Op
+from autopar.ir.graph import Aval, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
 from autopar.ir.rule import ShardingRule
 from autopar.ir.strategy import Strategy
 from autopar.rules import local_function
 from autopar.trace import compat
-from autopar.trace.microbatch import divide, separate
+from autopar.trace.microbatch import Separation, divide, separate
 from autopar.trace.program import Equation
 from autopar.trace.recompute import recompute, repeatable
-from autopar.trace.roles import batch_leaves
+from autopar.trace.roles import batch_groups
 from autopar.trace.trace import Traced
 
 
@@ -59,20 +59,31 @@ def in_microbatches(traced: Traced, count: int, batch_argnums: Sequence[int] = (
 
 def _divided(traced: Traced, count: int, batch_argnums: Sequence[int], accumulate_dtype: str) -> Traced:
     """The same as a loop, be it of one microbatch."""
-    batch = batch_leaves(traced.signature, traced.roles, traced.graph, batch_argnums)
-    if not batch:
+    groups = batch_groups(traced.signature, traced.roles, traced.graph, batch_argnums)
+    if not groups:
         raise MicrobatchError(
             "no argument of the step looks like a batch, so it cannot run in microbatches: state comes back, and of the rest none has "
             "leaves that share their first dimension. Name the batch with `batch_argnums`, or use microbatches=1."
         )
-    size = traced.graph.avals[traced.graph.inputs[batch[0]]].shape[0]
-    if size % count:
-        raise MicrobatchError(f"a batch of {size} does not divide into {count} microbatches. Use a number that divides it.")
     graph = traced.graph
     found = tuple(rules.rule_for(op, graph.aval) for op in graph.ops)
-    parts = separate(graph, found, batch, count)
+    parts = _separated(graph, found, groups, count)
     divided = divide(graph, traced.program, found, parts, _lower, accumulate_dtype == "as_written")
     return replace(traced, graph=divided.graph, program=divided.program)
+
+
+def _separated(graph: Graph, found: Sequence[ShardingRule], groups: Sequence[Sequence[int]], count: int) -> Separation:
+    """What runs where if the batch is cut: the first of the `groups` of inputs that can be. Raises `MicrobatchError` for the likeliest."""
+    refused: list[MicrobatchError] = []
+    for batch in groups:
+        size = graph.avals[graph.inputs[batch[0]]].shape[0]
+        try:
+            if size % count:
+                raise MicrobatchError(f"a batch of {size} does not divide into {count} microbatches. Use a number that divides it.")
+            return separate(graph, found, batch, count)
+        except MicrobatchError as error:
+            refused.append(error)
+    raise refused[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -156,8 +156,16 @@ def _by_argument(signature: Signature) -> tuple[list[list[int]], list[list[int]]
 def batch_leaves(signature: Signature, roles: Roles, graph: Graph, batch_argnums: Sequence[int] = ()) -> tuple[int, ...]:
     """The inputs that are cut along their first dimension to make microbatches, as positions among the graph's inputs.
 
+    See `batch_groups`, of which it is the first; empty where there is none.
+    """
+    return next(iter(batch_groups(signature, roles, graph, batch_argnums)), ())
+
+
+def batch_groups(signature: Signature, roles: Roles, graph: Graph, batch_argnums: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    """The inputs that may hold the batch, in groups, the likeliest first.
+
     With `batch_argnums`, all leaves of those positional arguments that have dimensions; else those of the arguments that are not all state
-    and whose leaves share their first dimension, the size that most bytes have. Raises `MicrobatchError` where named ones do not share it.
+    and whose leaves share their first dimension, by how many bytes have that size. Raises `MicrobatchError` where named ones do not.
     """
     state = {i for i, _ in roles.carried}
     avals = [graph.avals[v] for v in graph.inputs]
@@ -166,7 +174,7 @@ def batch_leaves(signature: Signature, roles: Roles, graph: Graph, batch_argnums
         sizes = {avals[k].shape[0] for k in named}
         if len(sizes) > 1:
             raise MicrobatchError(f"the leaves of the batch (batch_argnums={tuple(batch_argnums)}) have first dimensions {sorted(sizes)}.")
-        return tuple(named)
+        return [tuple(named)] if named else []
     found: dict[int, list[int]] = {}
     args, kwargs = _by_argument(signature)
     for group in (*args, *kwargs):
@@ -174,5 +182,5 @@ def batch_leaves(signature: Signature, roles: Roles, graph: Graph, batch_argnums
         sizes = {avals[k].shape[0] for k in leaves}
         if len(sizes) == 1 and not state.issuperset(leaves) and max(sizes) > 1:
             found.setdefault(sizes.pop(), []).extend(leaves)
-    best = max(found, key=lambda n: sum(avals[k].nbytes for k in found[n]), default=0)
-    return tuple(sorted(found[best])) if best else ()
+    order = sorted(found, key=lambda n: -sum(avals[k].nbytes for k in found[n]))
+    return [tuple(sorted(found[n])) for n in order]

@@ -49,12 +49,11 @@ def test_a_step_whose_own_check_fails_differs(tmp_path):
     assert "the sum is wrong" in row.reason
 
 
-def test_what_is_not_supported_yet_is_refused_and_passes_for_now(tmp_path):
+def test_stages_and_microbatches_agree_or_are_refused_in_words(tmp_path):
     path = write(tmp_path, "01_fine")
-    rows = [case.run(Job(path, (2,), stages=2)), case.run(Job(path, (2,), microbatches=2))]
-    refused = [r for r in rows if r.status == "refused"]
-    assert all("not supported yet" in r.reason and r.passed for r in refused)
-    assert all(r.status in ("refused", "agree") for r in rows)
+    rows = [case.run(Job(path, (2,), stages=2)), case.run(Job(path, (2,), microbatches=2)), case.run(Job(path, (2,), stages=3))]
+    assert all(r.status in ("refused", "agree") and r.passed for r in rows), rows
+    assert "2 devices do not divide into 3 stages" in rows[2].reason
 
 
 def test_a_refusal_passes_only_where_the_case_allows_it(tmp_path):

@@ -215,7 +215,7 @@ def test_a_constraint_in_the_program_outranks_what_an_axis_is_for():
         ({"data": 0}, "data must be"),
         ({"data": 8, "zero": 4}, "zero"),
         ({"data": 8, "zero": "auto"}, "autopar.plan"),
-        ({"data": 8, "pipeline": 2}, "pipeline=2 is not supported yet"),
+        ({"data": 8, "pipeline": 2}, "data=8 x pipeline=2 makes 16 devices"),
         ({"data": 8, "microbatches": 3}, "does not divide into 3"),
         ({"data": 8, "interleave": 2}, "interleave=2"),
         ({"data": 8, "accumulate": 0}, "accumulate must be a whole number"),

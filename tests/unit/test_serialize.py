@@ -78,6 +78,10 @@ def plans(draw):
     dtype = st.sampled_from(DTYPES)
     collective = st.builds(Collective, words, words, subsets(mesh), counts, counts, dtype, counts, seconds, words, words, words)
     whole = st.builds(nouns.WholeOp, words, words, counts, seconds, seconds, st.booleans())
+    sent = st.builds(nouns.Sent, counts, st.sampled_from(("before", "each", "after")), counts, counts, seconds)
+    pair = st.tuples(counts, counts)
+    numbers = (*(seconds for _ in range(5)), *(counts for _ in range(4)))
+    stage = st.builds(nouns.Stage, pair, pair, sharding_plans(mesh), some(counts), *numbers, some(sent))
     return Plan(
         fingerprint=draw(words),
         target=draw(words),
@@ -96,7 +100,8 @@ def plans(draw):
         options=draw(st.dictionaries(words, json_values, max_size=3)),
         notes=draw(some(words)),
         jax_version=draw(words),
-        stages=draw(some(json_values)),
+        stages=draw(some(stage)),
+        layers=draw(some(counts)),
         microbatches=draw(st.integers(1, 64)),
         schedule=draw(words),
         remat=draw(words),
