@@ -113,7 +113,6 @@ MODELS = [
     ("gpt-tiny", 4, 8, "zero_bubble", (2,), False),
     ("moe-tiny", 4, 4, "eager_1f1b", (1,), False),
     ("t5-tiny", 4, 2, "zero_bubble", (1,), False),
-    ("unet-tiny", 2, 4, "gpipe", (2,), False),
 ]
 
 
