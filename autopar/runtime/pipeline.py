@@ -443,7 +443,11 @@ class PipelineExecutable:
     def _send(self, sending: _Sending, m: int) -> None:
         """Put what a stage has made for others on their devices."""
         values = self.stages[sending.source].values
-        moved = jax.device_put([values[k + m * step] for k, step in sending.sent], list(sending.shardings))
+        arrays = [values[k + m * step] for k, step in sending.sent]
+        if len(arrays) == 1:  # a tenth faster than a list of one
+            moved = [jax.device_put(arrays[0], sending.shardings[0])]
+        else:
+            moved = jax.device_put(arrays, list(sending.shardings))
         for (n, k, step), x in zip(sending.taken, moved, strict=True):
             self.stages[n].values[k + m * step] = x
         for k in sending.drop:
