@@ -26,7 +26,7 @@ from autopar.ir.plan import Plan as PlanData
 from autopar.ir.restriction import Restriction
 from autopar.ir.serialize import load_plan, plan_to_dict, save_plan
 from autopar.report import diff as report_diff, explain as report_explain, html as report_html, table as report_table
-from autopar.report.perfetto import perfetto_json
+from autopar.report.perfetto import perfetto_json, stages_json
 from autopar.report.timeline import timeline
 from autopar.runtime.executable import executable_for
 from autopar.runtime.executor import make_mesh
@@ -128,8 +128,11 @@ class Plan:
 
     def perfetto(self) -> str:
         """The predicted step as trace-event JSON for Perfetto (https://ui.perfetto.dev) or chrome://tracing: ops by phase, collectives by
-        axis, and the memory of one device. Raises `PlanError` for a plan that was read from a file and does not know its program.
+        axis, and the memory of one device; of a plan in stages, the tasks of each group of devices and what crosses between them.
+        Raises `PlanError` for a plan that was read from a file and does not know its program.
         """
+        if self.data.stages:
+            return stages_json(self.data)
         if self._traced is None:
             raise PlanError("a timeline shows the program's ops, which a plan's file does not hold. Take the plan that `plan` returns.")
         carried = self._traced.roles.carried

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autopar.ir.plan import Collective, Plan
 from autopar.report.fold import LeafGroup, fold_leaves, step_bytes, step_seconds
-from autopar.report.table import cells, header, titled_table
+from autopar.report.table import cells, header, stage_cells, stage_columns, stage_table, titled_table
 from autopar.report.units import axes_text, bytes_text, seconds_text
 
 MOST_LEAVES = 6
 
 
 def brief_table(plan: Plan) -> Group:
-    """The plan's header, how its largest leaves lie, and its collectives by kind and phase, as a rich renderable."""
-    parts: list[RenderableType] = [header(plan), "", _leaf_table(plan)]
+    """The plan's header, its stages, how its largest leaves lie, and its collectives by kind and phase, as a rich renderable."""
+    parts: list[RenderableType] = [header(plan), *stage_table(plan), "", _leaf_table(plan)]
     if plan.collectives:
         parts += ["", _collective_table(plan)]
     return Group(*parts)
@@ -26,12 +27,14 @@ def brief_table(plan: Plan) -> Group:
 def _leaf_table(plan: Plan) -> RenderableType:
     folded = fold_leaves(plan.inputs, plan.mesh)
     groups = sorted(together(folded), key=lambda g: -g.nbytes)
-    table = titled_table(f"The largest of {len(plan.inputs)} leaves", "leaf", "number", "type", "sharding", "per device")
+    columns = ("leaf", *stage_columns(plan), "number", "type", "sharding", "per device")
+    table = titled_table(f"The largest of {len(plan.inputs)} leaves", *columns)
     for g in groups[:MOST_LEAVES]:
-        table.add_row(*cells(g.path, g.count, g.type_text, str(g.sharding), bytes_text(g.nbytes)))
+        table.add_row(*cells(g.path, *stage_cells(plan, g.stage), g.count, g.type_text, str(g.sharding), bytes_text(g.nbytes)))
     rest = groups[MOST_LEAVES:]
     if rest:
-        table.add_row(*cells("the others", sum(g.count for g in rest), "", "", bytes_text(sum(g.nbytes for g in rest))))
+        figures = (sum(g.count for g in rest), "", "", bytes_text(sum(g.nbytes for g in rest)))
+        table.add_row(*cells("the others", *stage_cells(plan, ""), *figures))
     merged = "Leaves of the optimiser that lie like their parameter are counted with it."
     return Group(table, Text(merged, style="dim")) if len(groups) < len(folded) else table
 
@@ -40,9 +43,9 @@ def together(groups: Sequence[LeafGroup]) -> list[LeafGroup]:
     """Groups whose paths end alike and that lie alike, as one: a parameter and its optimiser state."""
     alike: dict[tuple[object, ...], list[LeafGroup]] = {}
     for g in groups:
-        alike.setdefault((_tail(g.path), g.role, g.shape, g.dtype, g.sharding), []).append(g)
+        alike.setdefault((_tail(g.path), g.role, g.shape, g.dtype, g.sharding, g.stage), []).append(g)
     return [
-        LeafGroup(m[0].path, sum(g.count for g in m), m[0].role, m[0].shape, m[0].dtype, m[0].sharding, sum(g.nbytes for g in m))
+        replace(m[0], count=sum(g.count for g in m), nbytes=sum(g.nbytes for g in m))
         for m in alike.values()
     ]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import Leaf, Plan
+from autopar.ir.plan import Leaf, Plan, Stage
 from autopar.report.fold import CollectiveGroup, fold_collectives, fold_paths, number_of_stages, without_numbers
+from autopar.report.stages import range_text
 from autopar.report.units import axes_text, bytes_text, percent_text, seconds_text
 
 SAME = "The plans are the same.\n"
@@ -45,10 +46,16 @@ def _program_text(plan: Plan) -> str:
 def _layout(a: Plan, b: Plan) -> Iterator[str]:
     yield from _changed("mesh", str(a.mesh), str(b.mesh))
     yield from _changed("stages", str(number_of_stages(a)), str(number_of_stages(b)))
+    for n in range(max(len(a.stages), len(b.stages))):
+        yield from _changed(f"stage {n}", *("" if n >= len(p.stages) else _stage_text(p.stages[n]) for p in (a, b)))
     yield from _changed("microbatches", str(a.microbatches), str(b.microbatches))
     yield from _changed("schedule", a.schedule, b.schedule)
     yield from _changed("remat", a.remat, b.remat)
     yield from _changed("values recomputed", str(len(a.recomputed)), str(len(b.recomputed)))
+
+
+def _stage_text(stage: Stage) -> str:
+    return f"layers {range_text(*stage.layers)} on devices {range_text(stage.devices[0], sum(stage.devices))} ({stage.sharding.mesh})"
 
 
 def _changed(what: str, before: str, after: str) -> Iterator[str]:
@@ -90,7 +97,8 @@ def _collectives(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _by_what(plan: Plan) -> dict[tuple[str, tuple[str, ...], str, str], CollectiveGroup]:
-    return {(g.kind, g.axes, g.phase, g.purpose): g for g in fold_collectives(plan.collectives)}
+    where = {n: f" in stage {n}" if plan.stages else "" for n in range(number_of_stages(plan))}
+    return {(g.kind, g.axes, g.phase, f"{g.purpose}{where[g.stage]}"): g for g in fold_collectives(plan.collectives)}
 
 
 def _group_text(g: CollectiveGroup | None) -> str:

@@ -9,6 +9,7 @@ from autopar.errors import UsageError
 from autopar.ir.graph import Aval
 from autopar.ir.plan import Collective, Leaf, Plan, WholeOp
 from autopar.report.fold import fold_collectives, leaf_bytes, memory_budget, step_bytes, step_seconds
+from autopar.report.stages import stage_rows
 from autopar.report.table import header_rows
 from autopar.report.units import axes_text, bytes_text, percent_text, seconds_text
 
@@ -27,6 +28,7 @@ def explain(plan: Plan, target: str | None = None) -> str:
 def _overview(plan: Plan) -> Iterator[str]:
     for what, text in header_rows(plan):
         yield f"{what}: {text}"
+    yield from _section("Stages", _stage_lines(plan))
     yield from _section("What fills the memory at its peak", _memory_lines(plan))
     yield from _section("Where the time goes", _shares(plan.cost_split, sum(s for _, s in plan.cost_split)))
     yield from _section("Dearest collectives", _group_lines(plan))
@@ -42,6 +44,14 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
         yield ""
         yield title
         yield from (f"  {line}" for line in lines)
+
+
+def _stage_lines(plan: Plan) -> Iterator[str]:
+    for row in stage_rows(plan):
+        stage, layers, devices, mesh, forward, backward, update, peak, flight, sends = row
+        held = f"{peak} per device at the peak, microbatches in flight: {flight}"
+        yield f"stage {stage}: layers {layers} on devices {devices} ({mesh}), {held}"
+        yield f"  forward {forward} and backward {backward} a microbatch, update {update}; sends {sends}"
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
@@ -64,7 +74,8 @@ def _shares(entries: Iterable[tuple[str, float]], total: float) -> Iterator[str]
 
 def _group_lines(plan: Plan) -> Iterator[str]:
     for g in fold_collectives(plan.collectives)[:MOST]:
-        what = f"{g.count} {g.kind} over {axes_text(g.axes)}, {g.phase}: {g.purpose}"
+        where = f" in stage {g.stage}" if plan.stages else ""
+        what = f"{g.count} {g.kind} over {axes_text(g.axes)}, {g.phase}{where}: {g.purpose}"
         yield f"{seconds_text(g.seconds):>9}  {bytes_text(g.nbytes):>9}  {what}"
 
 
@@ -76,8 +87,8 @@ def _about(plan: Plan, target: str) -> Iterator[str]:
         raise UsageError(f"nothing in the plan is called `{target}`. {_closest(plan, target)}")
     for where, leaf in leaves:
         yield _leaf_line(where, leaf, plan)
-    yield from _section("Its collectives" if leaves else "Collectives", map(_collective_line, collectives))
-    if leaves and not collectives:
+    yield from _section("Its collectives" if leaves else "Collectives", (_collective_line(c, plan) for c in collectives))
+    if leaves and not collectives and not plan.stages:  # a plan in stages does not say which values its leaves are
         yield "It takes part in no collective."
     yield from _section("Run whole on every device", map(_whole_line, whole))
 
@@ -95,8 +106,8 @@ def _matching_collectives(plan: Plan, target: str, leaves: list[tuple[str, Leaf]
         return exact
     paths = {leaf.path for _, leaf in leaves}
     values = {i for i, leaf in enumerate(plan.inputs) if leaf.path in paths}  # a graph's inputs are its first values
-    moved = {m.id for m in plan.sharding.moves if m.value in values and m.id}
-    named = [c for c in plan.collectives if c.id in moved or any(target in text for text in (c.kind, c.purpose, c.source))]
+    moved = {(0, m.id) for m in plan.sharding.moves if m.value in values and m.id}
+    named = [c for c in plan.collectives if (c.stage, c.id) in moved or any(target in text for text in (c.kind, c.purpose, c.source))]
     return sorted(named, key=lambda c: -step_seconds(c))
 
 
@@ -109,15 +120,19 @@ def _closest(plan: Plan, target: str) -> str:
 def _leaf_line(where: str, leaf: Leaf, plan: Plan) -> str:
     cut = [f"dimension {d} over {axes_text(axes)}" for d, axes in enumerate(leaf.sharding.dims) if axes]
     how = f"cut in {leaf.sharding.shards(plan.mesh)}: {', '.join(cut)}" if cut else "whole on every device"
-    nbytes = bytes_text(leaf_bytes(leaf, plan.mesh))
-    return f"{leaf.path} ({leaf.role}, {where}): {Aval(leaf.shape, leaf.dtype)} {leaf.sharding}, {how}; {nbytes} per device"
+    nbytes = f"{bytes_text(leaf_bytes(leaf, plan.mesh))} per device{_where(leaf.stage, plan)}"
+    return f"{leaf.path} ({leaf.role}, {where}): {Aval(leaf.shape, leaf.dtype)} {leaf.sharding}, {how}; {nbytes}"
 
 
-def _collective_line(c: Collective) -> str:
+def _where(stage: int, plan: Plan) -> str:
+    return f", stage {stage}" if plan.stages else ""
+
+
+def _collective_line(c: Collective, plan: Plan) -> str:
     each = f"{bytes_text(c.nbytes)} {c.dtype}, {c.times} times a step" if c.times != 1 else f"{bytes_text(c.nbytes)} {c.dtype}"
     total = f"{bytes_text(step_bytes(c))} and {seconds_text(step_seconds(c))} per step"
-    where = f" ({c.source})" if c.source else ""
-    return f"{c.id} {c.kind} over {axes_text(c.axes)} ({c.group_size} devices), {c.phase}: {c.purpose}{where}; {each}; {total}"
+    what = f"{c.phase}{_where(c.stage, plan)}: {c.purpose}{f' ({c.source})' if c.source else ''}"
+    return f"{c.id} {c.kind} over {axes_text(c.axes)} ({c.group_size} devices), {what}; {each}; {total}"
 
 
 def _whole_line(w: WholeOp) -> str:

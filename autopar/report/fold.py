@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class LeafGroup:
-    """Leaves that differ in the numbers of their paths alone. `nbytes` on one device, all of them together."""
+    """Leaves of one stage that differ in the numbers of their paths alone. `nbytes` on one device, all of them together."""
 
     path: str
     count: int
@@ -28,6 +28,7 @@ class LeafGroup:
     dtype: str
     sharding: TensorSharding
     nbytes: int
+    stage: int = 0
 
     @property
     def type_text(self) -> str:
@@ -36,7 +37,7 @@ class LeafGroup:
 
 @dataclass(frozen=True)
 class CollectiveGroup:
-    """Collectives of one kind, over the same axes, in the same phase, for the same purpose; all of it per step."""
+    """Collectives of one kind, over the same axes, in the same phase and stage, for the same purpose; all of it per step."""
 
     kind: str
     axes: tuple[str, ...]
@@ -46,6 +47,7 @@ class CollectiveGroup:
     times: int
     nbytes: int
     seconds: float
+    stage: int = 0
 
 
 def leaf_bytes(leaf: Leaf, mesh: LogicalMesh) -> int:
@@ -54,17 +56,17 @@ def leaf_bytes(leaf: Leaf, mesh: LogicalMesh) -> int:
 
 
 def fold_leaves(leaves: Iterable[Leaf], mesh: LogicalMesh) -> tuple[LeafGroup, ...]:
-    """Leaves with equal role, type and sharding folded by the numbers in their paths, in order of first appearance."""
+    """Leaves with equal role, type, sharding and stage folded by the numbers in their paths, in order of first appearance."""
     alike: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in leaves:
-        key = (without_numbers(leaf.path), leaf.role, leaf.shape, leaf.dtype, leaf.sharding)
+        key = (without_numbers(leaf.path), leaf.role, leaf.shape, leaf.dtype, leaf.sharding, leaf.stage)
         alike.setdefault(key, []).append(leaf)
     groups = []
     for members in alike.values():
         first = members[0]
         each = leaf_bytes(first, mesh)
         for path, count in fold_paths([m.path for m in members]):
-            groups.append(LeafGroup(path, count, first.role, first.shape, first.dtype, first.sharding, count * each))
+            groups.append(LeafGroup(path, count, first.role, first.shape, first.dtype, first.sharding, count * each, first.stage))
     return tuple(groups)
 
 
@@ -117,10 +119,10 @@ def _range_text(values: list[str]) -> str:
 
 
 def fold_collectives(collectives: Iterable[Collective]) -> tuple[CollectiveGroup, ...]:
-    """Collectives grouped by kind, axes, phase and purpose (numbers in it left out), the dearest group first."""
+    """Collectives grouped by kind, axes, phase, stage and purpose (numbers in it left out), the dearest group first."""
     alike: dict[tuple[object, ...], list[Collective]] = {}
     for c in collectives:
-        alike.setdefault((c.kind, c.axes, c.phase, without_numbers(c.purpose)), []).append(c)
+        alike.setdefault((c.kind, c.axes, c.phase, without_numbers(c.purpose), c.stage), []).append(c)
     groups = [
         CollectiveGroup(
             members[0].kind,
@@ -131,10 +133,11 @@ def fold_collectives(collectives: Iterable[Collective]) -> tuple[CollectiveGroup
             sum(m.times for m in members),
             sum(step_bytes(m) for m in members),
             sum(step_seconds(m) for m in members),
+            members[0].stage,
         )
         for members in alike.values()
     ]
-    return tuple(sorted(groups, key=lambda g: (-g.seconds, -g.nbytes, g.kind, g.axes)))
+    return tuple(sorted(groups, key=lambda g: (-g.seconds, -g.nbytes, g.kind, g.axes, g.stage)))
 
 
 def step_bytes(collective: Collective) -> int:

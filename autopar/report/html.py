@@ -8,7 +8,8 @@ from html import escape
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
 from autopar.report.fold import fold_collectives, fold_leaves, memory_budget
-from autopar.report.table import header_rows
+from autopar.report.stages import COLUMNS, WORDS, stage_rows, stage_timeline
+from autopar.report.table import NUMERIC, header_rows, stage_cells, stage_columns
 from autopar.report.units import axes_text, bytes_text, percent_text, seconds_text
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")  # Paul Tol's bright scheme
@@ -16,6 +17,10 @@ OVER_BUDGET = "#cc3311"
 WIDTH = 640
 CELL = 26
 MOST_CELLS = 16
+LABEL, SCHEDULE, ROW = 190, 850, 22
+MOST_TASKS = 1_000
+KINDS = {**WORDS, "b": "before", "u": "update"}
+TASKS = dict(zip("FBIWub", COLOURS, strict=False))
 STYLE = (
     ".autopar{font:14px/1.5 system-ui,sans-serif;max-width:1100px}"
     ".autopar table{border-collapse:collapse;margin:4px 0 16px}"
@@ -36,6 +41,8 @@ def plan_html(plan: Plan) -> str:
         _titled("Mesh", mesh_svg(plan.mesh)),
         _titled("Time of one step", bars_svg(plan.cost_split)),
         _titled("Memory per device at the peak", memory_svg(plan)),
+        _titled("Stages; forward and backward of one microbatch", _stage_table(plan)),
+        _titled("Schedule", schedule_svg(plan)),
         _titled("Leaves", _leaf_table(plan)),
         _titled("Collectives", _collective_table(plan)),
         _titled("Notes", "".join(f"<div>{escape(note)}</div>" for note in plan.notes)),
@@ -107,28 +114,55 @@ def memory_svg(plan: Plan) -> str:
     return _svg(WIDTH + 2, 40 + 18 * min(len(parts), len(COLOURS)), "".join(body + lines), "memory at the peak")
 
 
+def schedule_svg(plan: Plan) -> str:
+    """What each group of devices does when, a row for each; the first tasks of a long schedule."""
+    if not plan.stages:
+        return ""
+    found = stage_timeline(plan)
+    spans = sorted((s for s in found.spans if s.track in found.devices), key=lambda s: s.start_s)
+    shown = spans[:MOST_TASKS]
+    end = found.seconds if len(shown) == len(spans) else max(s.start_s + s.seconds for s in shown)
+    body = [f'<text x="0" y="{ROW * d + 12}">{escape(name)}</text>' for d, name in enumerate(found.devices)]
+    for s in shown:
+        x, width = LABEL + SCHEDULE * s.start_s / end, SCHEDULE * s.seconds / end
+        place = f'x="{x:.2f}" y="{ROW * found.devices.index(s.track)}" width="{width:.2f}" height="{ROW - 4}"'
+        what = f"{s.name}: {seconds_text(s.seconds)}"
+        body.append(f'<rect {place} fill="{TASKS[s.name[0]]}" stroke="#fff" stroke-width="0.5"><title>{escape(what)}</title></rect>')
+    cut = "" if len(shown) == len(spans) else f", the first {MOST_TASKS} of {len(spans)} tasks"
+    kinds = dict.fromkeys(s.name[0] for s in shown)
+    y = ROW * len(found.devices) + 16
+    words = " ".join(f'<tspan fill="{TASKS[k]}">&#9632;</tspan> {KINDS[k]}' for k in kinds)
+    body.append(f'<text x="0" y="{y}">{words}; {escape(seconds_text(end))}{cut}</text>')
+    return _svg(LABEL + SCHEDULE, y + 6, "".join(body), "schedule")
+
+
 def _svg(width: float, height: float, body: str, label: str) -> str:
     size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
     return f'<svg {size} role="img" aria-label="{escape(label)}">{body}</svg>'
 
 
+def _stage_table(plan: Plan) -> str:
+    return _table(COLUMNS, [tuple(map(escape, row)) for row in stage_rows(plan)])
+
+
 def _leaf_table(plan: Plan) -> str:
     rows = [
-        (_code(g.path), str(g.count), escape(g.role), _code(g.type_text), _code(str(g.sharding)), bytes_text(g.nbytes))
+        (_code(g.path), *stage_cells(plan, g.stage), str(g.count), escape(g.role), *map(_code, (g.type_text, str(g.sharding))))
+        + (bytes_text(g.nbytes),)
         for g in fold_leaves(plan.inputs, plan.mesh)
     ]
-    return _table(("leaf", "number", "role", "type", "sharding", "per device"), rows)
+    return _table(("leaf", *stage_columns(plan), "number", "role", "type", "sharding", "per device"), rows)
 
 
 def _collective_table(plan: Plan) -> str:
     rows = [
         (
-            *(escape(text) for text in (g.kind, axes_text(g.axes), g.phase, g.purpose)),
+            *(escape(text) for text in (g.kind, *stage_cells(plan, g.stage), axes_text(g.axes), g.phase, g.purpose)),
             *(str(g.count), str(g.times), bytes_text(g.nbytes), seconds_text(g.seconds)),
         )
         for g in fold_collectives(plan.collectives)
     ]
-    return _table(("kind", "axes", "phase", "purpose", "number", "times", "bytes", "time"), rows)
+    return _table(("kind", *stage_columns(plan), "axes", "phase", "purpose", "number", "times", "bytes", "time"), rows)
 
 
 def _code(text: str) -> str:
@@ -137,7 +171,7 @@ def _code(text: str) -> str:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of cells that are HTML already; empty where there are no rows."""
-    numeric = {i: ' class="n"' for i, c in enumerate(columns) if c in ("number", "times", "bytes", "time", "per device")}
+    numeric = {i: ' class="n"' for i, c in enumerate(columns) if c in NUMERIC}
 
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}{numeric.get(i, '')}>{c}</{tag}>" for i, c in enumerate(cells)) + "</tr>"

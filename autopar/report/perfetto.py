@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from autopar.ir.plan import Plan
+from autopar.report.stages import stage_timeline
 from autopar.report.timeline import COPIES, Timeline
 
 PROCESS = 1
@@ -33,9 +34,26 @@ def perfetto_json(plan: Plan, timeline: Timeline) -> str:
             counter = {"ph": "C", "pid": PROCESS, "ts": 1e6 * seconds, "args": {"bytes": nbytes}}
             events.append({"name": "memory", **counter})
             last = nbytes
+    return _document(plan, events)
+
+
+def _document(plan: Plan, events: list[dict[str, Any]]) -> str:
     about = {"target": plan.target, "cluster": plan.cluster.get("name", ""), "step_time_s": plan.predicted.step_time_s}
     about |= {"peak_bytes": plan.predicted.peak_bytes}
     return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events})
+
+
+def stages_json(plan: Plan) -> str:
+    """The predicted step of a plan in stages: a track for each group of devices with its tasks, and one for each link with what crosses."""
+    found = stage_timeline(plan)
+    number = {track: n for n, track in enumerate((*found.devices, *found.links), 1)}
+    events: list[dict[str, Any]] = [_named("process_name", 0, f"predicted step, {plan.schedule}, mesh {plan.mesh}")]
+    events += [_named("thread_name", n, track) for track, n in number.items()]
+    events += [_event("thread_sort_index", n, {"sort_index": n}) for n in number.values()]
+    for s in found.spans:
+        place = {"ph": "X", "pid": PROCESS, "tid": number[s.track], "cat": "tasks" if s.track in found.devices else "transfers"}
+        events.append({"name": s.name, **place, "ts": 1e6 * s.start_s, "dur": 1e6 * s.seconds, "args": dict(s.details)})
+    return _document(plan, events)
 
 
 def _named(what: str, track: int, name: str) -> dict[str, Any]:

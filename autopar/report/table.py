@@ -11,17 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.ir.plan import Plan, WholeOp
-from autopar.report.fold import cluster_name, fold_collectives, fold_leaves, memory_budget, number_of_stages
+from autopar.report.fold import LeafGroup, cluster_name, fold_collectives, fold_leaves, memory_budget, number_of_stages
+from autopar.report.stages import COLUMNS, stage_rows
 from autopar.report.units import axes_text, bytes_text, count_text, percent_text, seconds_text
 
 ROLES = {"state": "State", "batch": "Batch", "constant": "Constants"}
 BAR = 30
-NUMERIC = ("number", "times", "bytes", "time", "per device", "FLOP")
+NUMERIC = ("number", "times", "bytes", "time", "per device", "FLOP", "forward", "backward", "update", "peak per device", "in flight")
 
 
 def plan_table(plan: Plan) -> Group:
     """What was decided and what it is predicted to cost, as a rich renderable. `render` turns it into text."""
-    parts: list[RenderableType] = [header(plan), *_leaf_tables(plan)]
+    parts: list[RenderableType] = [header(plan), *stage_table(plan), *_leaf_tables(plan)]
     if plan.collectives:
         parts += ["", _collective_table(plan)]
     if plan.whole:
@@ -64,7 +65,8 @@ def remat_text(plan: Plan) -> str:
     if plan.remat == "none":
         return "nothing recomputed"
     seconds = dict(plan.cost_split).get("recomputed", 0.0)
-    return f"{len(plan.recomputed)} values recomputed ({plan.remat}), {seconds_text(seconds)} of the step"
+    values = len(plan.recomputed) + sum(len(stage.recomputed) for stage in plan.stages)
+    return f"{values} values recomputed ({plan.remat}), {seconds_text(seconds)} of the step"
 
 
 def header(plan: Plan) -> Table:
@@ -114,27 +116,55 @@ def _solve_text(plan: Plan) -> str:
     return f"{s.status} by {s.solver}: {seconds_text(s.objective)}, bound {seconds_text(s.bound)}{of}, gap {percent_text(s.gap)}"
 
 
+def stage_table(plan: Plan) -> list[RenderableType]:
+    """The stages of a plan, an empty line before them; nothing where there are none."""
+    if not plan.stages:
+        return []
+    table = titled_table("Stages; forward and backward of one microbatch", *COLUMNS)
+    for row in stage_rows(plan):
+        table.add_row(*cells(*row))
+    return ["", table]
+
+
+def stage_columns(plan: Plan) -> tuple[str, ...]:
+    """The column that says which stage, where there are several."""
+    return ("stage",) if plan.stages else ()
+
+
+def stage_cells(plan: Plan, stage: int | str) -> tuple[str, ...]:
+    """What stands in that column."""
+    return (str(stage),) if plan.stages else ()
+
+
 def _leaf_tables(plan: Plan) -> Iterable[RenderableType]:
     groups = fold_leaves(plan.inputs, plan.mesh)
     for role in dict.fromkeys((*ROLES, *(g.role for g in groups))):
         members = [g for g in groups if g.role == role]
         if not members:
             continue
-        title = f"{ROLES.get(role, role.capitalize())}, {bytes_text(sum(g.nbytes for g in members))} per device"
-        table = titled_table(title, "leaf", "number", "type", "sharding", "per device")
+        title = f"{ROLES.get(role, role.capitalize())}, {bytes_text(_most_bytes(members))} per device"
+        table = titled_table(title, "leaf", *stage_columns(plan), "number", "type", "sharding", "per device")
         for g in members:
-            table.add_row(*cells(g.path, g.count, g.type_text, str(g.sharding), bytes_text(g.nbytes)))
+            table.add_row(*cells(g.path, *stage_cells(plan, g.stage), g.count, g.type_text, str(g.sharding), bytes_text(g.nbytes)))
         yield from ("", table)
+
+
+def _most_bytes(groups: Sequence[LeafGroup]) -> int:
+    """Bytes on one device, of the stage that has most."""
+    found: dict[int, int] = {}
+    for g in groups:
+        found[g.stage] = found.get(g.stage, 0) + g.nbytes
+    return max(found.values())
 
 
 def _collective_table(plan: Plan) -> Table:
     groups = fold_collectives(plan.collectives)
     total = sum(g.seconds for g in groups)
     title = f"Collectives, {seconds_text(total)} per step"
-    table = titled_table(title, "kind", "axes", "phase", "purpose", "number", "times", "bytes", "time")
+    table = titled_table(title, "kind", *stage_columns(plan), "axes", "phase", "purpose", "number", "times", "bytes", "time")
     for g in groups:
         figures = (g.count, g.times, bytes_text(g.nbytes), seconds_text(g.seconds))
-        table.add_row(*cells(g.kind, axes_text(g.axes), g.phase, g.purpose, *figures))
+        table.add_row(*cells(g.kind, *stage_cells(plan, g.stage), axes_text(g.axes), g.phase, g.purpose, *figures))
     return table
 
 

@@ -7,9 +7,10 @@ soon as the program that makes it has been started. Arrays are let go with the l
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from autopar import rules
 from autopar.emit.hlo import CompiledCollective, read_collectives
 from autopar.emit.manual import Emission, named_sharding
-from autopar.emit.stage import Cutter, Form, Piece, Slot, StageProgram, form_of, form_spec
+from autopar.emit.stage import Cutter, Form, Kind, Piece, Slot, StageProgram, form_of, form_spec
 from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, Port, StageGraph
 from autopar.interop.timing import schedule_of, simulate_plan
 from autopar.ir.check import check_plan
@@ -38,7 +39,7 @@ IN_FLIGHT = 128
 """Programs that are started ahead of those that have ended."""
 
 IN_FLIGHT_CPU = 24
-"""The same on CPUs before JAX 0.11, where some 34 waiting programs with collectives block each other for ever."""
+"""The same on CPUs before JAX 0.11 for stages of several devices: some 34 waiting programs with collectives block each other for ever."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +52,27 @@ class StageRun:
     mesh: Mesh
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a program, by places among the stage's values: `take` gets its arguments, its outputs go to `keep`, and what is at
+    `drop` is then needed no longer.
+    """
+
+    take: Callable[[list[Any]], Sequence[Any]]
+    keep: tuple[int, ...]
+    drop: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class _Program:
     """A piece of a stage, compiled. `donated` are the positions of inputs that are given up."""
 
     piece: Piece
     program: StageProgram
-    lowered: Any
-    compiled: Any
+    lowered: Any = None
+    compiled: Any = None
     last: frozenset[Slot] = frozenset()
+    calls: tuple[_Call, ...] = ()
 
     @property
     def in_loop(self) -> bool:
@@ -82,7 +95,7 @@ class _Stage:
         outputs = list(zip(stage.results, self.graph.outputs, self.plan.outputs, strict=False))
         self.results = {k: self._result(n, o) for n, (k, o, _) in enumerate(outputs) if isinstance(o, int)}
         self.literals = {k: (self._literal(k, o), named_sharding(s, run.mesh)) for k, o, s in outputs if not isinstance(o, int)}
-        self.programs = {piece.parts: _Program(piece, StageProgram(emission, stage.loop, piece), None, None) for piece in pieces}
+        self.programs = {piece.parts: _Program(piece, StageProgram(emission, stage.loop, piece)) for piece in pieces}
         self._find_last(pieces)
         with own_settings(run.mesh):
             nothing = named_sharding(TensorSharding(()), run.mesh)
@@ -90,9 +103,37 @@ class _Stage:
             self.numbers = [jax.device_put(np.int32(m), nothing) for m in range(times)]
             first = len(self.shardings) - len(run.constants)
             self.constants = [jax.device_put(c, s) for c, s in zip(run.constants, self.shardings[first:], strict=True)]
-        self.once: dict[Form, Any] = {}
-        self.each: dict[tuple[Form, int], Any] = {}
-        self.carry: dict[int, Any] = {}
+        self.places: dict[Slot, int] = {}
+        """Slot -> where its array stands among the stage's values; those of all microbatches stand one after the other."""
+        self.width = 0
+        for program in self.programs.values():
+            program.calls = tuple(self._call(program, m) for m in range(times if program.in_loop else 1))
+        self.inputs = [self.at(Slot("once", form_of(v, s))) for v, s in zip(self.graph.inputs, self.plan.inputs, strict=True)]
+        self.given = [(k, self.at(Slot("once", form))) for k, form in self.results.items()]
+        self.values: list[Any] = []
+
+    def at(self, slot: Slot, m: int = 0) -> int:
+        """Where a slot's array stands. What the loop carries has one place, however it lies when it begins."""
+        kind: Kind = "each" if slot.kind == "every" else "carry" if slot.kind == "begin" else slot.kind
+        key = Slot(kind, form_of(slot.form.value, TensorSharding(()))) if kind == "carry" else Slot(kind, slot.form)
+        if key not in self.places:
+            self.places[key] = self.width
+            self.width += self.times if kind == "each" else 1
+        return self.places[key] + (m if kind == "each" else 0)
+
+    def _call(self, program: _Program, m: int) -> _Call:
+        piece, ends = program.piece, m == self.times - 1 or not program.in_loop
+        keep = tuple(self.at(slot, m) for slot in piece.outputs)
+        drop = [self.at(slot, m) for slot in program.last if slot.kind == "each" or (slot.kind == "once" and ends)]
+        if all(slot.kind != "every" for slot in piece.inputs):
+            return _Call(_getter([self.at(slot, m) for slot in piece.inputs]), keep, tuple(drop))
+        parts = [range(self.at(s), self.at(s) + self.times) if s.kind == "every" else self.at(s, m) for s in piece.inputs]
+        drop += [k for part in parts if isinstance(part, range) for k in part]
+
+        def take(values: list[Any]) -> Sequence[Any]:
+            return [tuple(values[k] for k in p) if isinstance(p, range) else values[p] for p in parts]
+
+        return _Call(take, keep, tuple(drop))
 
     def _result(self, n: int, value: int) -> Form:
         return form_of(value, self.plan.outputs[n], self.plan.generation(len(self.graph.ops), n))
@@ -104,8 +145,8 @@ class _Stage:
 
     def outputs(self) -> Iterator[tuple[int, Any]]:
         """The step's outputs that the stage makes, by position."""
-        for k, form in self.results.items():
-            yield k, self.once[form]
+        for k, place in self.given:
+            yield k, self.values[place]
         for k, (x, sharding) in self.literals.items():
             yield k, jax.device_put(x, sharding, may_alias=False)
 
@@ -148,34 +189,15 @@ class _Stage:
             for program in self.programs.values():
                 program.compiled = program.lowered.compile()
 
-    def start(self, parts: tuple[int, ...], m: int) -> Any:
+    def start(self, program: _Program, m: int) -> Any:
         """Start a piece, for microbatch m where it is one of the loop. Returns its token."""
-        program = self.programs[parts]
-        inputs = [self._take(slot, m) for slot in program.piece.inputs]
-        token, *outputs = program.compiled(self.zero, self.numbers[m], *inputs)
-        for slot, x in zip(program.piece.outputs, outputs, strict=True):
-            self._keep(slot, m, x)
-        for slot in program.last:
-            if slot.kind == "each":
-                self.each.pop((slot.form, m), None)
-            elif m == self.times - 1 or not program.in_loop:
-                self.once.pop(slot.form, None)
+        call, values = program.calls[m], self.values
+        token, *outputs = program.compiled(self.zero, self.numbers[m], *call.take(values))
+        for k, x in zip(call.keep, outputs, strict=True):
+            values[k] = x
+        for k in call.drop:
+            values[k] = None
         return token
-
-    def _take(self, slot: Slot, m: int) -> Any:
-        if slot.kind == "each":
-            return self.each[slot.form, m]
-        if slot.kind == "every":
-            return tuple(self.each.pop((slot.form, n)) for n in range(self.times))
-        return self.carry[slot.form.value] if slot.kind == "carry" else self.once[slot.form]
-
-    def _keep(self, slot: Slot, m: int, x: Any) -> None:
-        if slot.kind == "each":
-            self.each[slot.form, m] = x
-        elif slot.kind in ("begin", "carry"):
-            self.carry[slot.form.value] = x
-        else:
-            self.once[slot.form] = x
 
     def collectives(self) -> tuple[CompiledCollective, ...]:
         """Those of all pieces, as often as a step runs them."""
@@ -225,21 +247,39 @@ class _Stage:
         return form in self.read
 
     def clear(self) -> None:
-        self.once.clear()
-        self.each.clear()
-        self.carry.clear()
+        """Let go of all arrays."""
+        self.values = [None] * self.width
+
+
+def _getter(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """What gets the values at these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: [values[k] for k in places]
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A value on its way: the form in which `source` has it, and where `target` takes it."""
+class _Sending:
+    """What goes from a stage to others at once: where the arrays stand there, the values of others that take them, and where.
+
+    `step` is 1 for values of each microbatch, which stand one after the other. `drop` are those that the stage itself needs no longer.
+    """
 
     source: int
-    target: int
-    sent: Form
-    taken: Form
-    sharding: NamedSharding
-    each: bool
+    sent: tuple[tuple[int, int], ...]
+    taken: tuple[tuple[int, int, int], ...]
+    shardings: tuple[NamedSharding, ...]
+    drop: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A program to be started, and what is sent then."""
+
+    stage: _Stage
+    program: _Program
+    microbatch: int
+    sending: _Sending | None
 
 
 @dataclass
@@ -292,10 +332,13 @@ class PipelineExecutable:
         self.schedule, self.order, self.mesh, self.traced = schedule, tuple(order), mesh, traced
         self.names, self.num_outputs = traced.graph.input_names, len(traced.graph.outputs)
         self.stages = [_Stage(n, run, _backward(schedule, n), donate, schedule.num_microbatches) for n, run in enumerate(runs)]
-        self.transfers = self._transfers()
         self.rounds = max(run.stage.rounds for run in runs)
+        self.sendings = self._sendings()
+        self.sequence = tuple(self._sequence())
+        for stage in self.stages:
+            stage.clear()
         cpu = runs[0].mesh.devices.flat[0].platform == "cpu" and tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
-        self.most = IN_FLIGHT_CPU if cpu else IN_FLIGHT
+        self.most = IN_FLIGHT_CPU if cpu and any(run.mesh.size > 1 for run in runs) else IN_FLIGHT
 
     @cached_property
     def lowered(self) -> LoweredStages:
@@ -332,17 +375,42 @@ class PipelineExecutable:
         arguments, peak = max(found.values(), key=lambda pair: pair[1])
         return {"argument": arguments, "output": 0, "alias": 0, "temp": peak - arguments, "total": peak}
 
-    def _transfers(self) -> Mapping[tuple[int, int], tuple[_Transfer, ...]]:
-        """(stage, part) -> what goes to other stages once that part has run."""
-        found: dict[tuple[int, int], list[_Transfer]] = {}
+    def _sendings(self) -> Mapping[tuple[int, tuple[int, ...]], _Sending]:
+        """(stage, parts of a piece) -> what goes to other stages once that piece has run."""
+        found = {}
         for n, stage in enumerate(self.stages):
-            for port in stage.run.stage.sends:
-                other = self.stages[port.other]
-                there = next(p for p in other.run.stage.receives if p.value == port.value and p.other == n)
-                sent, taken = _sent(stage, port), _taken(other, there)
-                where = NamedSharding(other.mesh, form_spec(taken.sharding))
-                found.setdefault((n, port.piece), []).append(_Transfer(n, port.other, sent, taken, where, port.when == "each"))
-        return {key: tuple(value) for key, value in found.items()}
+            for parts in stage.programs:
+                ports = [port for part in parts for port in stage.run.stage.sends if port.piece == part]
+                if ports:
+                    found[n, parts] = self._sending(n, stage, ports)
+        return found
+
+    def _sending(self, n: int, stage: _Stage, ports: Sequence[Port]) -> _Sending:
+        sent, taken, shardings, drop = [], [], [], []
+        for port in ports:
+            other = self.stages[port.other]
+            kind: Kind = "each" if port.when == "each" else "once"
+            there = next(p for p in other.run.stage.receives if p.value == port.value and p.other == n)
+            mine, theirs, step = _sent(stage, port), _taken(other, there), int(kind == "each")
+            sent.append((stage.at(Slot(kind, mine)), step))
+            taken.append((port.other, other.at(Slot(kind, theirs)), step))
+            shardings.append(NamedSharding(other.mesh, form_spec(theirs.sharding)))
+            if step and not stage.reads(mine):
+                drop.append(sent[-1][0])
+        return _Sending(n, tuple(sent), tuple(taken), tuple(shardings), tuple(dict.fromkeys(drop)))
+
+    def _sequence(self) -> Iterator[_Start]:
+        """All programs of a step in the order in which they are started, each with what is sent when it has been."""
+        for stage in self.stages:
+            yield _Start(stage, stage.programs[(BEFORE,)], 0, None)
+        for task in self.order:
+            parts = _PARTS[task.kind]
+            stage = self.stages[task.stage]
+            yield _Start(stage, stage.programs[parts], task.microbatch, self.sendings.get((task.stage, parts)))
+        for r in range(self.rounds):
+            for n, stage in enumerate(self.stages):
+                if r < stage.run.stage.rounds:
+                    yield _Start(stage, stage.programs[(AFTER + r,)], 0, self.sendings.get((n, (AFTER + r,))))
 
     def __call__(self, leaves: Sequence[Any], owned: Owned) -> list[Any]:
         check_leaves(leaves, self.names)
@@ -358,19 +426,12 @@ class PipelineExecutable:
         with jax.disable_jit(False), jax.transfer_guard("allow"):
             self._place(leaves, owned)
             for n in range(len(self.stages)):
-                self._send(n, (BEFORE,), 0)
-            for stage in self.stages:
-                flight.add(stage.start((BEFORE,), 0))
-            for task in self.order:
-                parts = _PARTS[task.kind]
-                flight.add(self.stages[task.stage].start(parts, task.microbatch))
-                self._send(task.stage, parts, task.microbatch)
-            for r in range(self.rounds):
-                for stage in self.stages:
-                    if r < stage.run.stage.rounds:
-                        flight.add(stage.start((AFTER + r,), 0))
-                for n in range(len(self.stages)):
-                    self._send(n, (AFTER + r,), 0)
+                if (n, (BEFORE,)) in self.sendings:
+                    self._send(self.sendings[n, (BEFORE,)], 0)
+            for start in self.sequence:
+                flight.add(start.stage.start(start.program, start.microbatch))
+                if start.sending is not None:
+                    self._send(start.sending, start.microbatch)
             outputs: list[Any] = [None] * self.num_outputs
             for stage in self.stages:
                 for k, x in stage.outputs():
@@ -379,23 +440,18 @@ class PipelineExecutable:
             owned.add(array)
         return outputs
 
-    def _send(self, n: int, parts: tuple[int, ...], m: int) -> None:
+    def _send(self, sending: _Sending, m: int) -> None:
         """Put what a stage has made for others on their devices."""
-        going = [t for part in parts for t in self.transfers.get((n, part), ())]
-        if not going:
-            return
-        source = self.stages[n]
-        arrays = [source.each[t.sent, m] if t.each else source.once[t.sent] for t in going]
-        moved = jax.device_put(arrays, [t.sharding for t in going])
-        for t, x in zip(going, moved, strict=True):
-            target = self.stages[t.target]
-            if t.each:
-                target.each[t.taken, m] = x
-            else:
-                target.once[t.taken] = x
-        for t in going:
-            if t.each and not source.reads(t.sent):
-                source.each.pop((t.sent, m), None)
+        values = self.stages[sending.source].values
+        arrays = [values[k + m * step] for k, step in sending.sent]
+        if len(arrays) == 1:  # a tenth faster than a list of one
+            moved = [jax.device_put(arrays[0], sending.shardings[0])]
+        else:
+            moved = jax.device_put(arrays, list(sending.shardings))
+        for (n, k, step), x in zip(sending.taken, moved, strict=True):
+            self.stages[n].values[k + m * step] = x
+        for k in sending.drop:
+            values[k + m] = None
 
     def _place(self, leaves: Sequence[Any], owned: Owned) -> None:
         """Leaves on the devices of the stages that read them. State that is not ours, or given twice, is copied before it is given up,
@@ -405,19 +461,18 @@ class PipelineExecutable:
         for stage in self.stages:
             own, graph = stage.run.stage.leaves, stage.graph
             count = len(own) - len(stage.constants)
-            for position, k in enumerate(own[:count]):
-                leaf, sharding = leaves[k], stage.shardings[position]
-                if position in stage.carried:
-                    copy = not (leaf in owned and kept[id(leaf)] == 1)
-                    kept[id(leaf)] -= 1
-                else:
-                    copy = position in stage.passed_on
-                with own_settings(stage.mesh):
-                    placed = put(leaf, graph.avals[graph.inputs[position]].dtype, sharding, copy)
-                stage.once[form_of(graph.inputs[position], stage.plan.inputs[position])] = placed
-            first = len(graph.inputs) - len(stage.constants)
-            for n, constant in enumerate(stage.constants):
-                stage.once[form_of(graph.inputs[first + n], stage.plan.inputs[first + n])] = constant
+            with own_settings(stage.mesh):
+                for position, k in enumerate(own[:count]):
+                    leaf, sharding = leaves[k], stage.shardings[position]
+                    if position in stage.carried:
+                        copy = not (leaf in owned and kept[id(leaf)] == 1)
+                        kept[id(leaf)] -= 1
+                    else:
+                        copy = position in stage.passed_on
+                    dtype = graph.avals[graph.inputs[position]].dtype
+                    stage.values[stage.inputs[position]] = put(leaf, dtype, sharding, copy)
+            for place, constant in zip(stage.inputs[len(stage.inputs) - len(stage.constants) :], stage.constants, strict=True):
+                stage.values[place] = constant
 
 
 def _sent(stage: _Stage, port: Port) -> Form:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -13,16 +14,20 @@ from hypothesis import given, settings, strategies as st
 from autopar.errors import UsageError
 from autopar.ir.graph import Aval, Graph, Op
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import Collective, Leaf, Plan, PlannedMove, Predicted, ShardingPlan, Solve, Timings, WholeOp
+from autopar.ir.plan import Collective, Leaf, Plan, PlannedMove, Predicted, Sent, ShardingPlan, Solve, Stage, Timings, WholeOp
 from autopar.ir.sharding import Move, TensorSharding
 from autopar.ir.strategy import WHOLE, Strategy
+from autopar.report.brief import brief_table
 from autopar.report.diff import SAME, diff
 from autopar.report.explain import explain
 from autopar.report.fold import fold_collectives, fold_leaves, fold_ops, fold_paths, leaf_bytes, memory_budget
 from autopar.report.html import plan_html
+from autopar.report.perfetto import stages_json
+from autopar.report.stages import stage_timeline
 from autopar.report.table import plan_table, render
 from autopar.report.text import plan_text
 from autopar.report.units import bytes_text, seconds_text
+from autopar.schedule import build
 
 MESH = LogicalMesh(("x", "y"), (2, 4))
 LAYERS = 12
@@ -81,9 +86,91 @@ def plan_by_hand() -> Plan:
     )
 
 
+def stage(n: int, sends: tuple[Sent, ...]) -> Stage:
+    """Six layers on four devices; the second stage is a little dearer."""
+    mesh = LogicalMesh(("x",), (4,))
+    cut, whole = TensorSharding((("x",), ())), TensorSharding(((), ()))
+    gather = Move("all_gather", ("x",), dim=0)
+    sharding = ShardingPlan(mesh, (Strategy((("b", ("x",)),)), WHOLE), (cut,), (whole,), (PlannedMove(0, gather, cut, whole, "c0"),))
+    seconds = (1e-4, 1e-3 * (1 + n / 2), 1e-3, 1e-3, 2e-4)
+    return Stage((6 * n, 6 * n + 6), (4 * n, 4), sharding, (3, 5) if n else (), *seconds, 2 * GIB, (9 - n) * GIB, GIB // 2, 2 - n, sends)
+
+
+def staged_by_hand() -> Plan:
+    """Two stages of four devices, four microbatches."""
+    cut = TensorSharding((("x",), ()))
+    stages = stage(0, (Sent(1, "each", 1, 3 * 2**20, 1e-4),)), stage(1, (Sent(0, "each", 1, 3 * 2**20, 1e-4), Sent(0, "after", 2, 8, 1e-5)))
+    inputs = tuple(Leaf(f"params/layers_{i}/kernel", (768, 768), "float32", "state", cut, i // 6) for i in range(LAYERS))
+    tokens = Leaf("batch/tokens", (64, 1024), "int32", "batch", cut)
+    gathers = [Collective("c0", "all_gather", ("x",), 4, 589_824, "float32", 4, 4e-5, "kernel", "forward", "gpt.py:41", n) for n in (0, 1)]
+    return replace(
+        plan_by_hand(),
+        sharding=ShardingPlan(LogicalMesh(("stage", "x"), (2, 4)), (), tuple(leaf.sharding for leaf in (*inputs, tokens)), ()),
+        inputs=(*inputs, tokens),
+        outputs=inputs,
+        collectives=tuple(gathers),
+        whole=(),
+        predicted=replace(plan_by_hand().predicted, step_time_s=0.01741, bubble_s=0.004),
+        stages=stages,
+        layers=tuple(range(10, 120, 10)),
+        microbatches=4,
+        schedule="1f1b",
+        remat="auto",
+        notes=(),
+    )
+
+
 @pytest.fixture
 def plan():
     return plan_by_hand()
+
+
+def test_the_reports_of_a_plan_in_stages_are_the_golden_ones(golden):
+    plan = staged_by_hand()
+    golden("stages_table.txt", render(plan_table(plan)))
+    golden("stages_brief.txt", render(brief_table(plan)))
+    golden("stages_text.txt", plan_text(plan))
+    golden("stages_explain.txt", explain(plan) + explain(plan, "layers_7") + explain(plan, "c0"))
+
+
+def test_the_schedule_adds_up_to_what_the_simulator_says():
+    plan = staged_by_hand()
+    found = stage_timeline(plan)
+    assert found.devices == ("devices 0 to 3 (stage 0)", "devices 4 to 7 (stage 1)")
+    assert max(s.start_s + s.seconds for s in found.spans) == pytest.approx(found.seconds)
+    for n, name in enumerate(found.devices):
+        spans = [s for s in found.spans if s.track == name]
+        assert [s.name for s in spans if s.name[0] in "FB"] == [str(t) for t in build("1f1b", 2, 4).orders[n]]
+        for before, after in itertools.pairwise(sorted(spans, key=lambda s: s.start_s)):
+            assert after.start_s >= before.start_s + before.seconds - 1e-12  # a device does one thing at a time
+        assert sum(s.seconds for s in spans) == pytest.approx(1e-4 + 4 * (3e-3 + 5e-4 * n) + 2e-4)
+    events = json.loads(stages_json(plan))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {names[e["tid"]] for e in events if e.get("cat") == "transfers"} == set(found.links)
+    assert sum(e["ph"] == "X" for e in events) == len(found.spans)
+
+
+def test_the_schedule_is_drawn_a_row_for_each_group_of_devices():
+    plan = staged_by_hand()
+    root = ET.fromstring(plan_html(plan))
+    (drawn,) = [svg for svg in root.iter("svg") if svg.get("aria-label") == "schedule"]
+    rows = {rect.get("y") for rect in drawn.iter("rect")}
+    assert len(rows) == 2 and len(list(drawn.iter("rect"))) == 2 * (4 * 2 + 2)
+    assert "9.00 GiB" in ["".join(cell.itertext()) for cell in root.iter("td")]
+    long = plan_html(replace(plan, microbatches=1000))
+    assert long.count("<rect") < 1_200 and "the first 1000 of 4004 tasks" in long
+
+
+def test_a_difference_of_stages_names_the_stage():
+    plan = staged_by_hand()
+    moved = replace(plan, stages=(replace(plan.stages[0], layers=(0, 5)), replace(plan.stages[1], layers=(5, 12))))
+    assert diff(plan, moved).splitlines() == [
+        "Layout",
+        "  stage 0: layers 0 to 5 on devices 0 to 3 (x=4) -> layers 0 to 4 on devices 0 to 3 (x=4)",
+        "  stage 1: layers 6 to 11 on devices 4 to 7 (x=4) -> layers 5 to 11 on devices 4 to 7 (x=4)",
+    ]
+    fewer = replace(plan, collectives=plan.collectives[:1])
+    assert "  all_gather over x, forward: kernel in stage 1: 4 times, 2.25 MiB, 160 us -> none" in diff(plan, fewer).splitlines()
 
 
 def test_the_table_of_a_plan_is_the_golden_one(plan, golden):
