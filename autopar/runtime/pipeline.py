@@ -209,7 +209,8 @@ class _Stage:
 
     def peak_bytes(self, order: Sequence[Task]) -> tuple[int, int]:
         """Bytes of its leaves on one device, and of all that stands there at the fullest time, what programs work with included."""
-        arguments = sum(self._bytes(Slot("once", form)) for form in self.place)
+        streamed = {p.position for p in self.run.stage.receives if p.when == "each"}
+        arguments = sum(self._bytes(Slot("once", form)) for form, k in self.place.items() if k not in streamed)
         held, peak = arguments, 0
         once: set[Slot] = set()
         tasks = [t for t in order if t.stage == self.number]
