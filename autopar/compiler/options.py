@@ -21,7 +21,8 @@ class Options:
     match one leaf must agree. `axis_names` names the axes of the logical mesh that is searched. `microbatches` says in how many parts, one
     after the other, the batch runs: a number that divides it, or as many as memory asks for (`auto`); `accumulate_dtype` in what the sums
     of narrow floats over them are kept, `float32` or `as_written`. `batch_argnums` are the arguments that hold the batch, where that is not
-    plain. `static_argnums` and
+    plain. `stages` asks for so many pipeline stages, as many as are fastest (`auto`) or none (`off`); `schedule` orders their microbatches:
+    `gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`, `forward`, or the fastest (`auto`). `static_argnums` and
     `static_argnames` are those of `jax.jit`. `donate` lets a step reuse the memory of state that it returned before. `remat` says
     what is made again after forward rather than kept: what memory asks for (`auto`), `none`, all but the results of matmuls with
     weights (`dots`), or all but what crosses the program's narrow places (`full`). `zero` says what may be kept in more parts than it is
@@ -61,6 +62,8 @@ class Options:
         options.one_of("remat", self.remat, MODES)
         options.one_of("schedule", self.schedule, ("auto", *NAMES))
         self._set("stages", options.stages(self.stages))
+        if self.schedule != "auto" and self.stages in ("off", 1):
+            raise UsageError(f"schedule={self.schedule!r} orders the microbatches of pipeline stages: ask for these with `stages`.")
         self._set("microbatches", options.count_or_auto("microbatches", self.microbatches))
         options.one_of("solver", self.solver, ("highs", "pulp"))
         options.one_of("emitter", self.emitter, ("shard_map", "jit"))

@@ -203,7 +203,7 @@ def test_an_unknown_option_names_the_one_that_was_meant():
     [
         *({"memory_bytes": 0}, {"memory_fraction": 1.5}, {"solver": "cplex"}, {"emitter": "pmap"}),
         *({"reduce_dtype": "bfloat16"}, {"stages": 0}, {"microbatches": 0}, {"remat": "sometimes"}),
-            *({"stages": "some"}, {"schedule": "2f2b"}),
+            *({"stages": "some"}, {"schedule": "2f2b"}, {"schedule": "1f1b"}),
         *({"memory_bytes": value} for value in ("8GiB", True, -1, math.inf, math.nan)),
         *({"memory_fraction": value} for value in ("a", 0, -0.5, math.nan, None)),
         *({"axis_names": value} for value in ((), ("x", "x"), "data", ("",), 3, ("x", 3))),

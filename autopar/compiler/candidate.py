@@ -1,0 +1,300 @@
+"""One way to run a step in pipeline stages: a sharding for each stage, in line with the others, and what that takes and holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from autopar import rules as rule_table
+from autopar.compiler.compilation import Compilation, batch_of, budget_of, restriction_of
+from autopar.compiler.pins import stage_pins
+from autopar.costs import Pricer
+from autopar.emit.manual import Emission
+from autopar.emit.stage import Cutter, Piece
+from autopar.errors import InfeasibleError
+from autopar.interop.settle import Planned, settle
+from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, StageGraph
+from autopar.interop.timing import simulate_plan, step_seconds
+from autopar.intraop.choose import Chosen, SolveOptions
+from autopar.intraop.labels import Labels, Pieces, find_labels
+from autopar.intraop.meshes import Search
+from autopar.intraop.price import argument_bytes, op_seconds
+from autopar.intraop.remat import Variants
+from autopar.intraop.shape import Shape, shape_of
+from autopar.ir.graph import Aval, Graph
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import Sent, ShardingPlan, Stage
+from autopar.ir.restriction import Restriction
+from autopar.ir.serialize import fingerprint
+from autopar.ir.sharding import TensorSharding
+from autopar.runtime.program import Layered, Staged
+from autopar.schedule import Schedule, Simulation
+
+STAGE_SHARE = 0.25
+"""Share of the time limit for a logical mesh that one stage on it may take."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A step in stages: where its layers begin, which of them each stage holds, and the stages themselves."""
+
+    begins: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+    staged: Staged
+    known: dict[Any, Chosen] = field(default_factory=dict)
+    """Stages that are solved: equal ones are solved once."""
+    layouts: dict[Any, tuple[tuple[ShardingPlan, ...], tuple[tuple[Piece, ...], ...]]] = field(default_factory=dict)
+    """Solutions of all stages in line with each other, and the pieces that they run as."""
+    labelled: list[Labels] = field(default_factory=list)
+
+    def labels(self, restriction: Restriction | None, batch: Sequence[int] | None) -> Labels:
+        """What the dimensions of the whole step's values count."""
+        if not self.labelled:
+            whole = self.staged.whole
+            found = [rule_table.rule_for(op, whole.graph.aval) for op in whole.graph.ops]
+            experts = restriction is not None and any(role == "expert" for _, role in restriction.roles)
+            self.labelled.append(find_labels(whole.graph, found, whole.roles.carried, experts, batch))
+        return self.labelled[0]
+
+    @cached_property
+    def fingerprints(self) -> tuple[str, ...]:
+        return tuple(fingerprint(stage.graph, {"carried": stage.carried}) for stage in self.staged.stages)
+
+    @staticmethod
+    def of(layered: Layered, ranges: Sequence[tuple[int, int]], schedule: str) -> Cut:
+        stage_of = [s for s, r in enumerate(ranges) for _ in range(*r)]
+        return Cut(layered.layers.begins, tuple(ranges), layered.staged(stage_of, schedule))
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A stage as solved: what was chosen, the graph that it is for, and for how many microbatches in flight."""
+
+    chosen: Chosen
+    graph: Graph
+    stage: StageGraph
+    flight: int
+
+
+class Candidate:
+    """One way to run the step: a logical mesh for the stages, a number of microbatches, a schedule."""
+
+    def __init__(self, c: Compilation, cut: Cut, submesh: Any, mesh: LogicalMesh, schedule: Schedule):
+        self.c, self.cut, self.staged, self.submesh, self.mesh = c, cut, cut.staged, submesh, mesh
+        self.pricer = Pricer(submesh, mesh, c.options.reduce_dtype == "as_written")
+        self.schedule = replace(schedule, skips=self._skips(schedule))
+        self.known = cut.known
+        self.solved = self._solve()
+        key = tuple(id(s.chosen) for s in self.solved)
+        if key not in cut.layouts:
+            plans = settle([self._planned(s) for s in self.solved])
+            cut.layouts[key] = plans, tuple(self._pieces(n, plan) for n, plan in enumerate(plans))
+        self.plans, self.pieces = cut.layouts[key]
+
+    def _skips(self, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        pairs = {(min(n, p.other), max(n, p.other)) for n, s in enumerate(self.staged.stages) for p in s.sends if p.when == "each"}
+        return tuple(sorted((a, b) for a, b in pairs if b > a + 1))
+
+    def in_flight(self, stage: int) -> int:
+        """Microbatches between a stage's forward and the end of its backward, at most."""
+        held = peak = 0
+        ends = "W" if any(t.kind == "W" and t.stage == stage for t in self.schedule.tasks) else "B"
+        for task in self.schedule.orders[self.schedule.device_of[stage]]:
+            if task.stage == stage:
+                held += (task.kind == "F") - (task.kind == ends)
+                peak = max(peak, held)
+        return max(1, min(peak, self.schedule.num_microbatches))
+
+    # Shardings
+
+    def _solve(self) -> list[Solved]:
+        """Each stage in order; what comes from stages before, and goes to them, lies as they have decided."""
+        found: list[Solved] = []
+        for n, stage in enumerate(self.staged.stages):
+            pins = {}
+            for port in stage.receives:
+                if port.other < n:
+                    pins[stage.graph.inputs[port.position]] = (self._lies_sent(found[port.other], port.value, n),)
+            for port in stage.sends:
+                if port.other < n:
+                    pins[-1 - port.position] = (self._lies_received(found[port.other], port.value, n),)
+            found.append(self._stage(n, stage, pins))
+        return found
+
+    def _lies_sent(self, solved: Solved, value: int, to: int) -> TensorSharding:
+        port = next(p for p in solved.stage.sends if p.value == value and p.other == to)
+        return solved.chosen.plan.outputs[port.position]
+
+    def _lies_received(self, solved: Solved, value: int, source: int) -> TensorSharding:
+        port = next(p for p in solved.stage.receives if p.value == value and p.other == source)
+        return solved.chosen.plan.inputs[port.position]
+
+    def _stage(self, n: int, stage: StageGraph, pins: Mapping[int, tuple[TensorSharding, ...]]) -> Solved:
+        c = self.c
+        chunks = self.schedule.num_stages // self.schedule.num_devices
+        budget, flight = budget_of(c) / chunks, self.in_flight(n)
+        named = stage_pins(c, stage.graph, self.mesh)
+        held = tuple(sorted((v, str(s[0])) for v, s in {**named, **pins}.items()))
+        key = (self.cut.fingerprints[n], self.mesh, held, budget)
+        chosen, held_for = self._solved_before(key, flight)
+        if chosen is None:
+            c.progress(f"stage {n} on mesh {self.mesh}")
+            variants = Variants(stage.graph, lambda graph: self._shape(graph, stage, flight), c.options.remat)
+            limit = None if c.options.time_limit_s is None else STAGE_SHARE * c.options.time_limit_s
+            limits = SolveOptions(c.options.solver, limit, c.options.gap)
+            clock, as_written = time.perf_counter, self.pricer.as_written
+            search = Search(variants, self.submesh, budget, lambda mesh: {**named, **pins}, limits, lambda text: None, clock, as_written)
+            chosen, held_for = search.best(self.mesh, c.least), flight
+            self.known[(*key, flight)] = chosen
+        return Solved(chosen, chosen.shape.graph, stage, held_for)
+
+    def _solved_before(self, key: tuple[Any, ...], flight: int) -> tuple[Chosen | None, int]:
+        """A solution for as many microbatches in flight, or for more where memory decided nothing, and for how many."""
+        for (*other, n), chosen in self.known.items():
+            if tuple(other) == key and (n == flight or (n > flight and not chosen.memory_rows)):
+                return chosen, n
+        return None, flight
+
+    def _shape(self, graph: Graph, stage: StageGraph, flight: int) -> Shape:
+        found = tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops)
+        pinned = {v: f"received {n}" for n, v in enumerate(graph.inputs) if n >= len(stage.leaves) - graph.num_constants}
+        restriction = restriction_of(self.c)
+        known = None if restriction is None else self._labels(stage)
+        return shape_of(
+            graph,
+            found,
+            stage.carried,
+            pinned,
+            donated=self.c.options.donate,
+            restriction=restriction,
+            flight=flight,
+            known=known,
+            streamed=_streamed(graph, stage),
+        )
+
+    def _labels(self, stage: StageGraph) -> dict[int, tuple[Pieces, ...]]:
+        """What the dimensions of a stage's inputs count, as the whole step says."""
+        whole, graph = self.cut.labels(restriction_of(self.c), batch_of(self.c)), stage.graph
+        inputs = self.staged.whole.graph.inputs
+        constants = graph.num_constants
+        own = [*graph.inputs[: len(stage.leaves) - constants], *graph.inputs[len(graph.inputs) - constants :]]
+        found = {v: whole.dims[inputs[k]] for v, k in zip(own, stage.leaves, strict=True) if k < len(inputs)}
+        for port in stage.receives:
+            dims = whole.dims[port.value]
+            v = graph.inputs[port.position]
+            found[v] = ((("", graph.avals[v].shape[0]),), *dims) if port.when == "each" else dims
+        return found
+
+    def _planned(self, solved: Solved) -> Planned:
+        return Planned(solved.stage, solved.graph, solved.chosen.shape.rules, solved.chosen.plan, self.pricer.move)
+
+    # What it takes
+
+    def _pieces(self, n: int, plan: ShardingPlan) -> tuple[Piece, ...]:
+        solved = self.solved[n]
+        emission = Emission(solved.graph, self.staged.whole.program, solved.chosen.shape.rules, plan, self.pricer.as_written)
+        return Cutter.of(emission, solved.stage, [(COTANGENT,), (WEIGHT,)]).pieces()
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(self._stage_data(n) for n in range(len(self.solved)))
+
+    def _stage_data(self, n: int) -> Stage:
+        solved, plan, pieces = self.solved[n], self.plans[n], self.pieces[n]
+        graph, times = solved.graph, self.schedule.num_microbatches
+        seconds = self._seconds_by_piece(n)
+        kept = {slot.form for piece in pieces for slot in piece.inputs if slot.kind == "each"}
+        as_written = self.pricer.as_written
+        residual = sum(f.sharding.local_bytes(graph.avals[f.value], self.mesh, as_written) for f in kept)
+        streamed = _streamed(graph, solved.stage)
+        coming = sum(
+            s.local_bytes(graph.avals[v], self.mesh, as_written) for v, s in zip(graph.inputs, plan.inputs, strict=True) if v in streamed
+        )
+        arguments = argument_bytes(graph, plan) - coming
+        size = self.mesh.num_devices
+        device = self.schedule.device_of[n]
+        return Stage(
+            self.cut.ranges[n],
+            (device * size, size),
+            plan,
+            solved.chosen.recomputed,
+            seconds.get(BEFORE, 0.0),
+            seconds.get(FORWARD, 0.0) / times,
+            seconds.get(COTANGENT, 0.0) / times,
+            seconds.get(WEIGHT, 0.0) / times,
+            sum(s for part, s in seconds.items() if part >= AFTER),
+            arguments,
+            int(max(solved.chosen.peak_bytes - (solved.flight - self.in_flight(n)) * residual, arguments)),
+            int(residual),
+            self.in_flight(n),
+            tuple(self._sent(n)),
+        )
+
+    def _seconds_by_piece(self, n: int) -> dict[int, float]:
+        """Seconds per step of a stage's pieces, by the first part of each; launches are shared out alike."""
+        solved, plan = self.solved[n], self.plans[n]
+        graph, shape, times = solved.graph, solved.chosen.shape, self.schedule.num_microbatches
+        seconds = {piece.parts[0]: 0.0 for piece in self.pieces[n]}
+        for piece in self.pieces[n]:
+            for i in (i for first, stop in piece.ops for i in range(first, stop)):
+                seconds[piece.parts[0]] += op_seconds(graph, shape.rules, plan, self.pricer, shape.charges, i)
+            for m in (plan.moves[k] for k in piece.moves):
+                if m.value not in graph.free:
+                    cost = self.pricer.move(m.move, m.source, graph.avals[m.value])
+                    seconds[piece.parts[0]] += cost * (times if FORWARD <= piece.parts[0] <= WEIGHT else 1)
+        every = sum(seconds.values())
+        launch = self.submesh.launch_seconds * shape.charges.launches
+        return {part: s + launch * (s / every if every else 0.0) for part, s in seconds.items()}
+
+    def _sent(self, n: int) -> Iterator[Sent]:
+        """What a stage gives others, by where it goes and when."""
+        stage, plan = self.solved[n].stage, self.plans[n]
+        graph = self.solved[n].graph
+        by: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        for port in stage.sends:
+            o = graph.outputs[port.position]
+            aval = graph.avals[o] if isinstance(o, int) else Aval((), "float32")
+            times = self.schedule.num_microbatches if port.when == "each" else 1
+            local = plan.outputs[port.position].local_bytes(aval, self.mesh) // times
+            by.setdefault((port.other, port.when), []).append((aval.nbytes // times, local))
+        size = self.mesh.num_devices
+        for (other, when), values in sorted(by.items()):
+            here, there = self.schedule.device_of[n] * size, self.schedule.device_of[other] * size
+            flows = [(here + d, there + d) for d in range(size)]
+            seconds = self.c.cluster.transfer_seconds(sum(local for _, local in values), flows) if here != there else 0.0
+            yield Sent(other, when, len(values), sum(whole for whole, _ in values), seconds)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        return simulate_plan(self.schedule, self.stages)
+
+    @property
+    def seconds(self) -> float:
+        return step_seconds(self.simulation, self.stages)
+
+    def check(self) -> None:
+        """Raise `InfeasibleError` where a device's stages do not fit together."""
+        budget = budget_of(self.c)
+        for d in range(self.schedule.num_devices):
+            peak = self.bytes(d, "peak_bytes")
+            if peak > budget:
+                raise InfeasibleError(
+                    f"the stages on device group {d} need {peak:,} bytes per device under {self.schedule.name}, of {budget:,.0f}. "
+                    "Use more stages, a schedule with fewer microbatches in flight, or more memory.",
+                    peak_bytes=peak,
+                    budget_bytes=int(budget),
+                )
+
+    def bytes(self, device: int, name: str) -> int:
+        """Bytes of all stages on one group of devices."""
+        return sum(getattr(s, name) for n, s in enumerate(self.stages) if self.schedule.device_of[n] == device)
+
+
+def _streamed(graph: Graph, stage: StageGraph) -> frozenset[int]:
+    """What comes and goes microbatch by microbatch, as it stands stacked in a stage's graph."""
+    coming = {graph.inputs[p.position] for p in stage.receives if p.when == "each"}
+    going = {graph.outputs[p.position] for p in stage.sends if p.when == "each"}
+    return frozenset(v for v in coming | going if isinstance(v, int))
