@@ -398,4 +398,3 @@ def _part(x: Any, sharding: TensorSharding) -> Any:
 
 def _whole(x: Any, sharding: TensorSharding) -> Any:
     return x.reshape((1,) * len(sharding.partial) + x.shape) if sharding.partial else x
-

@@ -200,4 +200,3 @@ def _way(form: tuple[int, TensorSharding], moves: Mapping[tuple[int, TensorShard
         found.insert(0, m)
         sharding = m.source
     return found
-
