@@ -25,7 +25,8 @@ from autopar.ir.plan import Plan
 from autopar.models.base import suggestion
 from autopar.report.table import render
 from autopar.report.units import seconds_text
-from autopar.runtime.executor import Executable, Owned, executable_for, make_mesh
+from autopar.runtime.executable import executable_for
+from autopar.runtime.executor import Executable, Owned, make_mesh
 from autopar.trace.arguments import split
 from autopar.trace.trace import trace
 from benchmarks.common import add_json_option, finish
