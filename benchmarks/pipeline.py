@@ -159,7 +159,7 @@ def executable(traced: Traced, schedule: Schedule) -> PipelineExecutable:
     count = schedule.num_stages
     begins = [i for i, op in enumerate(traced.graph.ops) if op.primitive == "dot_general" and op.phase == "forward"][1:count]
     layers = layers_at(ops_of(traced.graph, traced.roles.carried), begins)
-    program = in_layers(traced, layers, schedule.num_microbatches).staged(range(count))
+    program = in_layers(traced, layers, schedule.num_microbatches).staged(range(count), schedule.name)
     mesh = LogicalMesh(("x",), (1,))
     pricer = Pricer(cost_models.load_cluster("fast-link:1", measure=False), mesh)
     planned = []
