@@ -11,7 +11,7 @@ from jax import lax
 
 from autopar.emit.lower_reduce import extreme
 from autopar.emit.place import Call
-from autopar.rules.halo import Reach, filler, reaches
+from autopar.rules.halo import RETURNING, Reach, filler, reaches
 
 
 def windows_by_blocks(call: Call, operands: Sequence[Any]) -> list[Any]:
@@ -32,7 +32,8 @@ def _params(call: Call, found: Sequence[Reach]) -> dict[str, Any]:
     dilation = list(call.params.get(named) or (1,) * len(padding))
     for r in found:
         n = call.params["dimension_numbers"].lhs_spec.index(r.dim) - 2 if call.primitive == "conv_general_dilated" else r.dim
-        padding[n], dilation[n] = ((0, 0), 1) if r.drift else (r.padding, dilation[n])
+        low, high = _idle(call, r)
+        padding[n], dilation[n] = ((0, 0), 1) if r.drift else ((r.padding[0] + low, r.padding[1] + high), dilation[n])
     return {"padding": tuple(padding)} | ({named: tuple(dilation)} if named in call.params else {})
 
 
@@ -43,11 +44,21 @@ def _own(call: Call, x: Any, found: Sequence[Reach]) -> Any:
     for r in (r for r in found if r.drift):
         config = [(*r.padding, r.dilation - 1) if d == r.dim else (0, 0, 0) for d in range(jnp.ndim(x))]
         x = lax.dynamic_slice_in_dim(lax.pad(x, fill, config), _begin(call, r), r.extent, r.dim)
+    for r in (r for r in found if not r.drift and any(_idle(call, r))):
+        low, high = _idle(call, r)
+        x = lax.slice_in_dim(x, low, jnp.shape(x)[r.dim] - high, axis=r.dim)
     return x
+
+
+def _idle(call: Call, r: Reach) -> tuple[int, int]:
+    """Elements at either end of a block with its borders that no window reads; ops that put something back take no negative padding."""
+    return (max(0, -r.padding[0]), max(0, -r.padding[1])) if call.primitive in RETURNING else (0, 0)
 
 
 def _put_back(call: Call, x: Any, found: Sequence[Reach]) -> Any:
     """What came of `_own`, in its place in the block with borders, zero elsewhere."""
+    for r in (r for r in reversed(found) if not r.drift and any(_idle(call, r))):
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(*_idle(call, r), 0) if d == r.dim else (0, 0, 0) for d in range(jnp.ndim(x))])
     for r in (r for r in reversed(found) if r.drift):
         shape = list(jnp.shape(x))
         shape[r.dim] = r.left + r.block + r.right + sum(r.padding)

@@ -156,8 +156,7 @@ def reduce_window(operands: Avals, results: Avals, **params: Any) -> ShardingRul
 def select_and_scatter_add(operands: Avals, results: Avals, *, constants: Constants, **params: Any) -> ShardingRule:
     """`(source), (operand) -> (like operand)`: linear in the source."""
     passes = [jointly("sum", (0,), constants)] if sums(results[0].dtype) else []
-    gaps = any(w < s for w, s in zip(params["window_dimensions"], params["window_strides"], strict=True))
-    return _windowed(operands, results, params, 2, (1, 2), passes, halo=not gaps)  # places between windows belong to no device's border
+    return _windowed(operands, results, params, 2, (1, 2), passes, halo=True)
 
 
 @register("select_and_gather_add")

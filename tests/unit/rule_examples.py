@@ -197,6 +197,11 @@ def _unpadded(x: Any, init: Any, op: Callable) -> jax.Array:
     return lax.reduce_window(x, init, op, (1, 3, 2, 1), (1, 1, 2, 1), "VALID")
 
 
+def _apart(x: Any, init: Any, op: Callable) -> jax.Array:
+    """Windows that leave gaps, and end before the image does."""
+    return lax.reduce_window(x, init, op, (1, 1, 2, 1), (1, 2, 3, 1), ((0, 0), (0, 0), (1, 0), (0, 0)))
+
+
 def windows() -> list[tuple[str, Callable, tuple]]:
     x = real(4, 4, 4, 2)
     return [
@@ -205,6 +210,7 @@ def windows() -> list[tuple[str, Callable, tuple]]:
         ("mean pool", jax.grad(lambda a: (_pool(a, 0.0, lax.add, "SAME") ** 2).sum()), (real(4, 3, 5, 2),)),
         ("unpadded max pool", jax.grad(lambda a: (_unpadded(a, -jnp.inf, lax.max) ** 2).sum()), (real(2, 10, 8, 2),)),
         ("unpadded mean pool", jax.grad(lambda a: (_unpadded(a, 0.0, lax.add) ** 2).sum()), (real(2, 10, 8, 2),)),
+        ("max pool with gaps", jax.grad(lambda a: (_apart(a, -jnp.inf, lax.max) ** 2).sum()), (real(2, 8, 12, 2),)),
         ("custom pool", lambda a: _pool(a, 0.0, lambda u, v: u * v + u + v), (x,)),
         ("overlapping max pool", jax.grad(lambda a: (_overlapping(a, -jnp.inf, lax.max) ** 2).sum()), (real(2, 8, 8, 2),)),
         ("overlapping mean pool", jax.grad(lambda a: (_overlapping(a, 0.0, lax.add) ** 2).sum()), (real(2, 8, 8, 2),)),
