@@ -39,8 +39,9 @@ from autopar.intraop.forced import random_plan
 from autopar.ir.mesh import LogicalMesh
 from autopar.report.table import render
 from autopar.runtime.executor import Owned, make_mesh
-from autopar.runtime.pipeline import PipelineExecutable, StageRun
+from autopar.runtime.pipeline import PipelineExecutable
 from autopar.runtime.program import in_layers
+from autopar.runtime.stage import StageRun
 from autopar.schedule import Schedule, StageCost, build, simulate
 from autopar.trace.trace import Traced, trace
 from benchmarks.common import add_json_option, finish

@@ -31,10 +31,9 @@ from autopar.report.timeline import timeline
 from autopar.runtime.executable import executable_for
 from autopar.runtime.executor import make_mesh
 from autopar.runtime.foreign import COMPILERS, verify_foreign
-from autopar.runtime.program import planned, staged
+from autopar.runtime.program import planned, planned_stages
 from autopar.runtime.verify import Verification, verify
 from autopar.trace.arguments import split
-from autopar.trace.recompute import recompute
 from autopar.trace.trace import Traced, trace
 from cost_models import Cluster
 
@@ -215,9 +214,7 @@ def check_program(data: PlanData, traced: Traced) -> None:
 
 def _check_stages(data: PlanData, traced: Traced) -> None:
     """Raise `PlanError` where a plan in stages does not hold together."""
-    for stage, program in zip(data.stages, staged(traced, data).stages, strict=True):
-        graph = recompute(program.graph, stage.recomputed) if stage.recomputed else program.graph
-        check_plan(graph, tuple(rules.rule_for(op, graph.aval) for op in graph.ops), stage.sharding)
+    planned_stages(traced, data)
     expected = (*traced.graph.input_names, *traced.graph.output_names)
     if expected != tuple(leaf.path for leaf in (*data.inputs, *data.outputs)):
         raise PlanError("the inputs and outputs that the plan lists are not those of its program.")

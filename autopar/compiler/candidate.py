@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from autopar.emit.stage import Cutter, Piece
 from autopar.errors import InfeasibleError
 from autopar.interop.settle import Planned, settle
 from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, StageGraph
-from autopar.interop.timing import simulate_plan, step_seconds
+from autopar.interop.timing import simulate_plan, skipping, step_seconds
 from autopar.intraop.choose import Chosen, SolveOptions
 from autopar.intraop.labels import Labels, Pieces, find_labels
 from autopar.intraop.meshes import Search
@@ -85,7 +85,7 @@ class Candidate:
     def __init__(self, c: Compilation, cut: Cut, submesh: Any, mesh: LogicalMesh, schedule: Schedule):
         self.c, self.cut, self.staged, self.submesh, self.mesh = c, cut, cut.staged, submesh, mesh
         self.pricer = Pricer(submesh, mesh, c.options.reduce_dtype == "as_written")
-        self.schedule = replace(schedule, skips=self._skips(schedule))
+        self.schedule = skipping(schedule, [(n, p.other) for n, s in enumerate(self.staged.stages) for p in s.sends if p.when == "each"])
         self.known = cut.known
         self.solved = self._solve()
         key = tuple(id(s.chosen) for s in self.solved)
@@ -93,10 +93,6 @@ class Candidate:
             plans = settle([self._planned(s) for s in self.solved])
             cut.layouts[key] = plans, tuple(self._pieces(n, plan) for n, plan in enumerate(plans))
         self.plans, self.pieces = cut.layouts[key]
-
-    def _skips(self, schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        pairs = {(min(n, p.other), max(n, p.other)) for n, s in enumerate(self.staged.stages) for p in s.sends if p.when == "each"}
-        return tuple(sorted((a, b) for a, b in pairs if b > a + 1))
 
     def in_flight(self, stage: int) -> int:
         """Microbatches between a stage's forward and the end of its backward, at most."""

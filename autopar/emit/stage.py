@@ -118,7 +118,7 @@ class Cutter:
             if n == 0:
                 self._prepare()
             self._leave(n)
-        return tuple(self._finished(draft) for draft in self.drafts)
+        return tuple(map(self._finished, range(len(self.drafts))))
 
     def _ops(self, n: int) -> list[int]:
         parts = self.drafts[n].parts
@@ -129,12 +129,12 @@ class Cutter:
         return op.primitive in BOUNDARY and op.param("region") == self.loop
 
     def _op(self, i: int, n: int) -> None:
-        graph, plan = self.graph, self.emission.plan
+        graph = self.graph
         for k, o in enumerate(graph.ops[i].operands):
             if isinstance(o, int):
                 self.need(self._operand(i, k), n)
-        for k, r in enumerate(graph.ops[i].results):
-            made = form_of(r, result_sharding(self.emission.rules[i], plan.strategies[i], k))
+        for r in graph.ops[i].results:
+            made = form_of(r, self._result(i, r))
             self.where.setdefault(made, n)
             self.drafts[n].there.add(made)
 
@@ -168,16 +168,17 @@ class Cutter:
             if self._maker(form.value) != n:
                 continue
             self.need(form, n)
-            kind: Kind = "carry" if op.primitive == "loop_exit" else "each"
-            if kind == "carry":
-                begin = next(b for b, j in self.graph.goes_round if j == i)
-                start = result_sharding(self.emission.rules[begin], self.emission.plan.strategies[begin], 0)
-                self.drafts[n].outputs[Slot("carry", form_of(self.graph.ops[begin].results[0], start))] = None
-            else:
-                self.drafts[n].outputs[Slot("each", form)] = None
+            slot = self._carried(i) if op.primitive == "loop_exit" else Slot("each", form)
+            self.drafts[n].outputs[slot] = None
         for k, o in enumerate(self.graph.outputs):
             if isinstance(o, int) and k not in self.sent and self._gives(o) == n:
                 self._out(k, o, n)
+
+    def _carried(self, i: int) -> Slot:
+        """What the loop carries round by op i."""
+        begin = self.graph.begins[i]
+        value = self.graph.ops[begin].results[0]
+        return Slot("carry", form_of(value, self._result(begin, value)))
 
     def _maker(self, value: int) -> int:
         """The piece that makes a value of the loop, or the first that can."""
@@ -245,16 +246,15 @@ class Cutter:
     def _port(self, i: int, form: Form, n: int) -> None:
         """A value that a port of the loop gives, or that nothing feeds: each piece has it from outside, or makes it itself."""
         draft, op = self.drafts[n], self.graph.ops[i]
-        if op.primitive == "loop_slice" and op.operands[0] in self.stacked and self._is_port(i):
+        kind = op.primitive if self._is_port(i) else ""
+        if kind == "loop_slice" and op.operands[0] in self.stacked:
             draft.inputs[Slot("each", form)] = None
-        elif op.primitive == "loop_carry" and self._is_port(i):
+        elif kind == "loop_carry":
             draft.inputs[Slot("carry", form)] = None
-        elif op.primitive == "loop_exit" and self._is_port(i):
-            begin = next(b for b, j in self.graph.goes_round if j == i)
-            start = form_of(self.graph.ops[begin].results[0], self._result(begin, self.graph.ops[begin].results[0]))
-            draft.inputs[Slot("carry", start)] = None
+        elif kind == "loop_exit":
+            draft.inputs[self._carried(i)] = None
             draft.extra[i] = None
-        elif op.primitive == "loop_stack" and self._is_port(i):
+        elif kind == "loop_stack":
             draft.inputs[Slot("every", self._operand(i, 0))] = None
             draft.extra[i] = None
         else:
@@ -265,8 +265,8 @@ class Cutter:
                 draft.there.add(form_of(r, self._result(i, r)))
             draft.extra[i] = None
 
-    def _finished(self, draft: _Draft) -> Piece:
-        ops = [i for i, op in enumerate(self.graph.ops) if op.part in draft.parts and not self._is_port(i)]
+    def _finished(self, n: int) -> Piece:
+        draft, ops = self.drafts[n], self._ops(n)
         extra = tuple(sorted(i for i in draft.extra if i not in set(ops)))
         return Piece(draft.parts, _ranges(ops), extra, tuple(draft.inputs), tuple(draft.outputs), tuple(draft.moves))
 
@@ -379,8 +379,7 @@ class _Run:
         elif op.primitive == "loop_slice":
             device.give(i, lax.dynamic_index_in_dim(device.operand(i, 0), self.number, 0, keepdims=False))
         elif op.primitive == "loop_exit":
-            begin = next(b for b, j in graph.goes_round if j == i)
-            value = graph.ops[begin].results[0]
+            value = graph.ops[graph.begins[i]].results[0]
             device.give(i, next(x for (v, _, _), x in device.forms.items() if v == value))
         else:
             assert isinstance(op.operands[0], int)

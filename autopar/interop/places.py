@@ -212,7 +212,7 @@ class Places:
         self.included[s].add(n)
         op = self.graph.ops[self.units[n].ops[0]]
         if op.primitive == "loop_exit" and self.units[n].kind == "leave":
-            begin = next(i for i, j in self.graph.goes_round if j == self.units[n].ops[0])
+            begin = self.graph.begins[self.units[n].ops[0]]
             self._include(s, self.unit_of[self.graph.ops[begin].results[0]], waiting)
         waiting.extend((s, v) for v in self.outer(n))
 

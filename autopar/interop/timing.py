@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopar.ir.plan import Plan, Stage
@@ -13,16 +13,19 @@ def schedule_of(plan: Plan) -> Schedule:
     """The schedule of a plan in stages, with what it skips."""
     devices = len({stage.devices for stage in plan.stages})
     schedule = build(plan.schedule, devices, plan.microbatches, len(plan.stages) // devices)
-    pairs = {(min(n, s.target), max(n, s.target)) for n, stage in enumerate(plan.stages) for s in stage.sends if s.when == "each"}
+    return skipping(schedule, [(n, s.target) for n, stage in enumerate(plan.stages) for s in stage.sends if s.when == "each"])
+
+
+def skipping(schedule: Schedule, crossing: Iterable[tuple[int, int]]) -> Schedule:
+    """A schedule with the skips that values need which go from stage to stage in each microbatch, one way or the other."""
+    pairs = {(min(pair), max(pair)) for pair in crossing}
     return replace(schedule, skips=tuple(sorted((a, b) for a, b in pairs if b > a + 1)))
 
 
 def simulate_plan(schedule: Schedule, stages: Sequence[Stage]) -> Simulation:
     """The microbatches of a plan in time."""
     cost = [
-        StageCost(
-            s.forward_s, s.input_s + s.weight_s, s.input_s, s.weight_s, s.after_s, s.residual_bytes, fixed_bytes=s.peak_bytes
-        )
+        StageCost(s.forward_s, s.input_s + s.weight_s, s.input_s, s.weight_s, s.after_s, s.residual_bytes, fixed_bytes=s.peak_bytes)
         for s in stages
     ]
     there = {(n, s.target): s.seconds for n, stage in enumerate(stages) for s in stage.sends if s.when == "each"}

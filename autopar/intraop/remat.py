@@ -129,12 +129,11 @@ def borders(shape: Shape) -> frozenset[int]:
 
 
 def _fixed(graph: Graph, known: frozenset[int]) -> frozenset[int]:
-    """These values, and inside of loops what comes from outside the same in each iteration, what follows from that, and sums so far."""
+    """These values, and inside of loops what comes from outside the same in each iteration, and what follows from that."""
     found = set(known) | graph.fixed_inside
     for op in graph.ops:
-        sums = op.primitive == "loop_carry" and op.part >= 0
         inside = op.region != ROOT and op.primitive not in BOUNDARY and bool(op.inputs)
-        if sums or (inside and all(o in found for o in op.inputs)):
+        if inside and all(o in found for o in op.inputs):
             found.update(op.results)
     return frozenset(found)
 

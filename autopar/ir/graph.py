@@ -229,6 +229,11 @@ class Graph:
                 found.append((self.producer[op.inputs[0]], j))
         return tuple(found)
 
+    @cached_property
+    def begins(self) -> dict[int, int]:
+        """The op that takes a carried value round -> the op by which that value comes in."""
+        return {j: i for i, j in self.goes_round}
+
     def path(self, region: int) -> tuple[int, ...]:
         """The regions from the outermost one to this one."""
         found: list[int] = []

@@ -16,6 +16,7 @@ from autopar.errors import MicrobatchError, PlanError
 from autopar.interop import Layers, layers_at, ops_of
 from autopar.interop.apart import summed_apart
 from autopar.interop.split import StageGraph, microbatch_loop, split
+from autopar.ir.check import check_plan
 from autopar.ir.graph import Aval, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
@@ -136,6 +137,21 @@ def staged(traced: Traced, plan: Plan) -> Staged:
     if len(stage_of) != len(plan.layers) + 1:
         raise PlanError(f"the plan's stages hold {len(stage_of)} layers of {len(plan.layers) + 1}.")
     return layered.staged(stage_of, plan.schedule)
+
+
+def planned_stages(traced: Traced, plan: Plan) -> tuple[Staged, tuple[tuple[Graph, tuple[ShardingRule, ...]], ...]]:
+    """The stages that a plan is for, and by stage the graph that is planned, with what is made again, and its rules.
+
+    Raises `PlanError` where the plan does not fit them.
+    """
+    program = staged(traced, plan)
+    found = []
+    for stage, data in zip(program.stages, plan.stages, strict=True):
+        graph = recompute(stage.graph, data.recomputed)
+        mine = tuple(rules.rule_for(op, graph.aval) for op in graph.ops)
+        check_plan(graph, mine, data.sharding)
+        found.append((graph, mine))
+    return program, tuple(found)
 
 
 def _lower(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -18,13 +18,15 @@ from autopar.emit.manual import Emission
 from autopar.interop import find_layers, ops_of
 from autopar.interop.settle import Planned, settle
 from autopar.interop.split import StageGraph
+from autopar.interop.timing import skipping
 from autopar.intraop.forced import random_plan
 from autopar.intraop.price import collectives
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.runtime.executor import Owned, make_mesh
-from autopar.runtime.pipeline import PipelineExecutable, StageRun
+from autopar.runtime.pipeline import PipelineExecutable
 from autopar.runtime.program import Staged, in_layers
+from autopar.runtime.stage import StageRun
 from autopar.runtime.verify import alone, leaf_error
 from autopar.schedule import build
 from autopar.schedule.check import running
@@ -76,8 +78,7 @@ def forced(
         begin = order.device_of[n] * mesh.num_devices
         devices = make_mesh(mesh, jax.devices()[begin : begin + mesh.num_devices])
         runs.append(StageRun(p.stage, Emission(p.graph, program.whole.program, p.rules, plan), program.constants(n), devices))
-    pairs = {(min(n, p.other), max(n, p.other)) for n, s in enumerate(program.stages) for p in s.sends if p.when == "each"}
-    order = replace(order, skips=tuple(sorted((a, b) for a, b in pairs if b > a + 1)))
+    order = skipping(order, [(n, p.other) for n, s in enumerate(program.stages) for p in s.sends if p.when == "each"])
     tasks = [task for _, task in running(order)]
     whole = make_mesh(LogicalMesh(("all",), (prod(sizes) * stages,)))
     found = tuple(tuple(collectives(p.graph, p.rules, plan, pricer)) for p, plan in zip(planned, plans, strict=True))
