@@ -20,10 +20,9 @@ import jax
 
 import autopar
 from autopar import models
-from autopar.runtime.foreign import COMPILERS, Foreign, compile_for
+from autopar.runtime.foreign import COMPILERS, SURROUNDINGS, Foreign, compile_for
 from benchmarks.common import add_json_option, finish
 
-SURROUNDINGS = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 CLUSTERS = {"tpu": {8: "v5e:2x4", 16: "v5e:4x4", 64: "v5e:8x8"}, "cuda": {8: "h100-sxm:1x8", 16: "h100-sxm:2x8", 64: "h100-sxm:8x8"}}
 GPT = {"layers": 2, "hidden": 1024, "heads": 8, "seq": 1024, "vocab": 8192, "batch": 32}
 WIDE = {"layers": 2, "batch": 16, "seq": 1024, "vocab": 8192}

@@ -167,7 +167,7 @@ def demo(
 
 def _batches(target: Target, steps: int) -> list[list[Any]]:
     """The step's flat arguments with the text of each step."""
-    from autopar.models.text import corpus_batches
+    from autopar.models.text import corpus_batches  # flax and optax, which only this command needs
 
     state, batch = target.args
     count, seq = batch["tokens"].shape

@@ -20,11 +20,9 @@ from autopar.errors import UsageError
 from autopar.report.brief import brief_table
 from autopar.report.trial import check_lines
 from autopar.runtime import devices
-from autopar.runtime.foreign import COMPILERS
+from autopar.runtime.foreign import COMPILERS, SURROUNDINGS
 from autopar.runtime.verify import Verification
 
-# What the plugins ask of their surroundings where there is no device: no metadata server, no lock, no CUDA libraries.
-SURROUNDINGS = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 STEPS = 3
 
 

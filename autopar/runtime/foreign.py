@@ -31,6 +31,10 @@ from autopar.trace import compat
 from autopar.trace.trace import Traced
 
 COMPILERS = ("tpu", "cuda")
+SURROUNDINGS = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+"""What the plugins ask of the environment where there is no device: no metadata server, no lock, no CUDA libraries. To be set before JAX
+first asks for a device."""
+
 EXTRAS = {"tpu": "tpu-aot", "cuda": "cuda-aot"}
 
 # Presets and what a compiler has to know of them: compute capability, multiprocessors, shared memory and registers (CUDA C++ programming
@@ -220,5 +224,3 @@ def check_foreign_collectives(plan: Plan, found: Foreign) -> Check:
     if check.agree and check.rewrites:
         detail = f"rewritten: {', '.join(check.rewrites)}"
     return Check("collectives", expected, f"{check.compiled_bytes:,} bytes", check.agree, detail)
-
-

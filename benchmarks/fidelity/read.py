@@ -139,7 +139,7 @@ def _alpa_layout(row: Row) -> Layout:
         raise Unmapped("its heuristic has no name among ours")
     single = "layers[all]" in words or "1 stage" in words or "single" in words
     if not row["pp"] and not single or number(row, "pp", 1) > 1:
-        raise Unmapped("pipeline stages: predicted once pipelines are planned")
+        raise Unmapped("pipeline stages: rows with them are not mapped yet")
     first, second = number(row, "dp", 1), number(row, "op", 1)
     if not row["dp"] and number(row, "num_gpus") > 1:
         shape = re.search(r"logical(\d+)x(\d+)", words)
@@ -254,7 +254,7 @@ def _case(
 ) -> Case:
     """A case whose place in its file is filled in later. Raises `Unmapped` for plans that cannot be asked for."""
     if layout.pipeline > 1:
-        raise Unmapped("pipeline stages: predicted once pipelines are planned")
+        raise Unmapped("pipeline stages: rows with them are not mapped yet")
     if layout.devices != devices:
         raise Unmapped(f"the plan is for {layout.devices} devices, the machine has {devices}")
     return Case("", "", 0, "", software, machine, devices, min(per_node, devices), model, layout, batch, dtype_of(dtype), step)
