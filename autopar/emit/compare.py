@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal as OneOf
 
 from autopar.emit.hlo import KINDS, CompiledCollective
@@ -175,7 +176,10 @@ def _narrowing(
     backend: str,
     rewrites: Sequence[Rewrite],
 ) -> str:
-    """The rewrite that moves fewer bytes than planned, where that is all that differs; empty where there is none."""
+    """The rewrite that moves the planned elements in fewer bytes, where that is all that differs; empty where there is none."""
+    elements = sum(c.nbytes * c.times // itemsize(c.dtype) for c in wanted)
+    if sum(prod(shape) * c.times for c in found for _, shape in c.operands) != elements:
+        return ""
     least = sum(c.nbytes * c.times // (2 if c.dtype == "float32" else 1) for c in wanted)
     most, moved = sum(c.nbytes * c.times for c in wanted), sum(c.nbytes * c.times for c in found)
     names = [r.name for r in rewrites if r.change == "narrow" and all(r.applies(backend, c.kind) for c in found)]

@@ -25,9 +25,9 @@ Made by `python -m benchmarks.fidelity` and `python -m benchmarks.fidelity.page`
 to `autopar.manual` on the zoo's models, planned with few layers, and drawn on in a straight line, for layers are alike. One efficiency for
 each machine and software is fitted to three rows at most (`benchmarks/fidelity/calibration.toml`); those rows count nowhere below.
 
-This is no blind test: what each software does (`benchmarks/fidelity/case.py`: overlap, sums between slices, decomposed collectives, the rate of
-fused attention, 16-bit state of Alpa's mixtures of experts), and which rows to calibrate on, was settled with these errors in view. Rows of
-other tables are the test.
+This is no blind test: what each software does (`benchmarks/fidelity/case.py`: overlap, sums between slices, decomposed collectives, the
+rate of fused attention, 16-bit state of Alpa's mixtures of experts), and which rows to calibrate on, was settled with these errors in
+view. Rows of other tables are the test.
 """
 
 

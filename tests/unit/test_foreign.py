@@ -89,8 +89,8 @@ def _planned(kind="all_gather", nbytes=512, dtype="float32"):
     return Collective("c0", kind, ("data",), 2, nbytes, dtype, 1, 0.0, "", "forward", "")
 
 
-def _compiled(kind="all_gather", nbytes=256):
-    return CompiledCollective("x", kind, ("c0",), (), nbytes, ((0, 1),), (), "entry", 1)
+def _compiled(kind="all_gather", nbytes=256, elements=128):
+    return CompiledCollective("x", kind, ("c0",), (("bfloat16", (elements,)),), nbytes, ((0, 1),), (), "entry", 1)
 
 
 def test_what_is_cast_after_a_gather_may_be_cast_before_it():
@@ -102,6 +102,7 @@ def test_what_is_cast_after_a_gather_may_be_cast_before_it():
     ("planned", "compiled", "backend"),
     [
         (_planned(), _compiled(nbytes=128), "cuda"),
+        (_planned(), _compiled(elements=64), "cuda"),
         (_planned(dtype="bfloat16"), _compiled(), "cuda"),
         (_planned(), _compiled(nbytes=1024), "cuda"),
         (_planned(), _compiled(), "cpu"),
