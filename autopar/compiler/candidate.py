@@ -37,6 +37,10 @@ STAGE_SHARE = 0.25
 """Share of the time limit for a logical mesh that one stage on it may take."""
 
 
+MANY = 2**24
+"""Bytes by which a link's rate is told from its latency."""
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
     """A step in stages: where its layers begin, which of them each stage holds, and the stages themselves."""
@@ -80,29 +84,83 @@ class Solved:
 
 
 class Candidate:
-    """One way to run the step: a logical mesh for the stages, a number of microbatches, a schedule."""
+    """One way to run the step: a logical mesh for the stages, a number of microbatches, a schedule, and what each stage makes again."""
 
-    def __init__(self, c: Compilation, cut: Cut, submesh: Any, mesh: LogicalMesh, schedule: Schedule):
+    def __init__(
+        self,
+        c: Compilation,
+        cut: Cut,
+        submesh: Any,
+        mesh: LogicalMesh,
+        schedule: Schedule,
+        remat: Sequence[str] = (),
+        memory_price: float = 0.0,
+    ):
+        self.memory_price = memory_price
         self.c, self.cut, self.staged, self.submesh, self.mesh = c, cut, cut.staged, submesh, mesh
+        self.remat = tuple(remat) or (c.options.remat,) * len(cut.ranges)
         self.pricer = Pricer(submesh, mesh, c.options.reduce_dtype == "as_written")
         self.schedule = skipping(schedule, [(n, p.other) for n, s in enumerate(self.staged.stages) for p in s.sends if p.when == "each"])
         self.known = cut.known
+        self.latency, self.rate = self._link()
         self.solved = self._solve()
         key = tuple(id(s.chosen) for s in self.solved)
+        self.alike = self._alike()
         if key not in cut.layouts:
-            plans = settle([self._planned(s) for s in self.solved])
-            cut.layouts[key] = plans, tuple(self._pieces(n, plan) for n, plan in enumerate(plans))
+            plans = settle([self._planned(s) for s in self.solved], self.alike)
+            pieces = {n: self._pieces(n, plans[n]) for n in sorted(set(self.alike))}
+            cut.layouts[key] = plans, tuple(pieces[n] for n in self.alike)
         self.plans, self.pieces = cut.layouts[key]
+
+    def _alike(self) -> tuple[int, ...]:
+        """By stage, the first that is as it is: the same ops, solved so, and so are those with which it shares values in microbatches."""
+        first: dict[Any, int] = {}
+        kinds = [(self.cut.fingerprints[n], id(s.chosen)) for n, s in enumerate(self.solved)]
+        return tuple(
+            first.setdefault(
+                (kinds[n], *((p.position, kinds[p.other]) for p in (*s.stage.receives, *s.stage.sends) if p.when == "each")), n
+            )
+            for n, s in enumerate(self.solved)
+        )
 
     def in_flight(self, stage: int) -> int:
         """Microbatches between a stage's forward and the end of its backward, at most."""
-        held = peak = 0
-        ends = "W" if any(t.kind == "W" and t.stage == stage for t in self.schedule.tasks) else "B"
-        for task in self.schedule.orders[self.schedule.device_of[stage]]:
-            if task.stage == stage:
-                held += (task.kind == "F") - (task.kind == ends)
-                peak = max(peak, held)
-        return max(1, min(peak, self.schedule.num_microbatches))
+        return max(1, min(self._flights.get(stage, 0), self.schedule.num_microbatches))
+
+    @cached_property
+    def _flights(self) -> dict[int, int]:
+        """The same by stage, as the schedule has it."""
+        ends = "W" if any(task.kind == "W" for task in self.schedule.tasks) else "B"
+        held: dict[int, int] = {}
+        peak: dict[int, int] = {}
+        for order in self.schedule.orders:
+            for task in order:
+                held[task.stage] = held.get(task.stage, 0) + (task.kind == "F") - (task.kind == ends)
+                peak[task.stage] = max(peak.get(task.stage, 0), held[task.stage])
+        return peak
+
+    def _flows(self, here: int, there: int) -> list[tuple[int, int]]:
+        """What goes from one group of devices to another: each device to its own. Layers that are planned alone are more than groups."""
+        size = self.mesh.num_devices
+        groups = max(1, self.c.cluster.num_devices // size)
+        return [(here % groups * size + d, there % groups * size + d) for d in range(size)]
+
+    def _link(self) -> tuple[float, float]:
+        """Between neighbours in the pipeline, the farthest of them: the latency, and seconds per byte of each device."""
+        size, whole = self.mesh.num_devices, self.c.cluster.num_devices
+        pairs = [self._flows(d, d + 1) for d in range(max(1, whole // size - 1))] if whole > size else []
+        once, twice = (max((self.c.cluster.transfer_seconds(n * MANY, p) for p in pairs), default=0.0) for n in (1, 2))
+        return max(0.0, 2 * once - twice), (twice - once) / MANY
+
+    @cached_property
+    def parts(self) -> float:
+        """In how many parts what crosses between stages in each microbatch lies."""
+        whole = local = 0
+        for n, solved in enumerate(self.solved):
+            for port in (p for p in solved.stage.sends if p.when == "each"):
+                aval = solved.graph.aval(solved.graph.outputs[port.position])
+                whole, local = whole + aval.nbytes, local + self.plans[n].outputs[port.position].local_bytes(aval, self.mesh)
+        return whole / local if local else 1.0
 
     # Shardings
 
@@ -134,13 +192,13 @@ class Candidate:
         budget, flight = budget_of(c) / chunks, self.in_flight(n)
         named = stage_pins(c, stage.graph, self.mesh)
         held = tuple(sorted((v, str(s[0])) for v, s in {**named, **pins}.items()))
-        key = (self.cut.fingerprints[n], self.mesh, held, budget)
+        key = (self.cut.fingerprints[n], self.mesh, held, budget, self.remat[n], self.memory_price)
         chosen, held_for = self._solved_before(key, flight)
         if chosen is None:
             c.progress(f"stage {n} on mesh {self.mesh}")
-            variants = Variants(stage.graph, lambda graph: self._shape(graph, stage, flight), c.options.remat)
+            variants = Variants(stage.graph, lambda graph: self._shape(graph, stage, flight), self.remat[n])
             limit = None if c.options.time_limit_s is None else STAGE_SHARE * c.options.time_limit_s
-            limits = SolveOptions(c.options.solver, limit, c.options.gap)
+            limits = SolveOptions(c.options.solver, limit, c.options.gap, self.memory_price)
             clock, as_written = time.perf_counter, self.pricer.as_written
             search = Search(variants, self.submesh, budget, lambda mesh: {**named, **pins}, limits, lambda text: None, clock, as_written)
             chosen, held_for = search.best(self.mesh, c.least), flight
@@ -168,7 +226,7 @@ class Candidate:
             restriction=restriction,
             flight=flight,
             known=known,
-            streamed=_streamed(graph, stage),
+            streamed=dict.fromkeys(_streamed(graph, stage), self.rate),
         )
 
     def _labels(self, stage: StageGraph) -> dict[int, tuple[Pieces, ...]]:
@@ -201,15 +259,11 @@ class Candidate:
     def _stage_data(self, n: int) -> Stage:
         solved, plan, pieces = self.solved[n], self.plans[n], self.pieces[n]
         graph, times = solved.graph, self.schedule.num_microbatches
-        seconds = self._seconds_by_piece(n)
+        seconds = self._by_piece[self.alike[n]]
         kept = {slot.form for piece in pieces for slot in piece.inputs if slot.kind == "each"}
         as_written = self.pricer.as_written
         residual = sum(f.sharding.local_bytes(graph.avals[f.value], self.mesh, as_written) for f in kept)
-        streamed = _streamed(graph, solved.stage)
-        coming = sum(
-            s.local_bytes(graph.avals[v], self.mesh, as_written) for v, s in zip(graph.inputs, plan.inputs, strict=True) if v in streamed
-        )
-        arguments = argument_bytes(graph, plan) - coming
+        arguments = self._given(n)
         size = self.mesh.num_devices
         device = self.schedule.device_of[n]
         return Stage(
@@ -228,6 +282,32 @@ class Candidate:
             self.in_flight(n),
             tuple(self._sent(n)),
         )
+
+    def standing(self, n: int) -> int:
+        """Bytes on a device of a stage that are there for the whole of a step: what it is given, what it has made of that before the
+        microbatches, and what it adds up over them."""
+        solved, plan, pieces = self.solved[n], self.plans[n], self.pieces[n]
+        made = {slot.form for slot in pieces[0].outputs if slot.kind == "once"}
+        summed = {slot.form for piece in pieces for slot in piece.outputs if slot.kind == "carry"}
+        return self._given(n) + sum(
+            f.sharding.local_bytes(solved.graph.avals[f.value], plan.mesh, self.pricer.as_written) for f in made | summed
+        )
+
+    def _given(self, n: int) -> int:
+        """Bytes of a stage's leaves on a device."""
+        graph, plan = self.solved[n].graph, self.plans[n]
+        streamed = _streamed(graph, self.solved[n].stage)
+        coming = (
+            s.local_bytes(graph.avals[v], self.mesh, self.pricer.as_written)
+            for v, s in zip(graph.inputs, plan.inputs, strict=True)
+            if v in streamed
+        )
+        return argument_bytes(graph, plan) - sum(coming)
+
+    @cached_property
+    def _by_piece(self) -> dict[int, dict[int, float]]:
+        """What the pieces of each stage that is not as one before take."""
+        return {n: self._seconds_by_piece(n) for n in sorted(set(self.alike))}
 
     def _seconds_by_piece(self, n: int) -> dict[int, float]:
         """Seconds per step of a stage's pieces, by the first part of each; launches are shared out alike."""
@@ -256,11 +336,9 @@ class Candidate:
             times = self.schedule.num_microbatches if port.when == "each" else 1
             local = plan.outputs[port.position].local_bytes(aval, self.mesh) // times
             by.setdefault((port.other, port.when), []).append((aval.nbytes // times, local))
-        size = self.mesh.num_devices
         for (other, when), values in sorted(by.items()):
-            here, there = self.schedule.device_of[n] * size, self.schedule.device_of[other] * size
-            flows = [(here + d, there + d) for d in range(size)]
-            seconds = self.c.cluster.transfer_seconds(sum(local for _, local in values), flows) if here != there else 0.0
+            here, there = self.schedule.device_of[n], self.schedule.device_of[other]
+            seconds = self.c.cluster.transfer_seconds(sum(local for _, local in values), self._flows(here, there)) if here != there else 0.0
             yield Sent(other, when, len(values), sum(whole for whole, _ in values), seconds)
 
     @cached_property

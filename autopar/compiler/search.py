@@ -42,7 +42,7 @@ def _as_memory_asks(c: Compilation) -> Compilation:
         words = "the whole batch at once" if count == 1 else f"{count} microbatches"
         c.progress(words)
         try:
-            below = None if best is None else best.seconds_per_step
+            below = c.below if best is None else best.seconds_per_step
             found = run(replace(c, microbatches=count, below=below, least=False, tried=tuple(tried)))
         except MicrobatchError:
             break
@@ -61,6 +61,8 @@ def _as_memory_asks(c: Compilation) -> Compilation:
         tried.append(f"{words}: {found.seconds_per_step * 1e3:.4g} ms")
         if not found.makes_again:
             break
+    if best is None and c.below is not None:
+        raise InfeasibleError("no plan that was looked for fits, or is as fast as what is known.")
     return best or _holding_least(c)
 
 

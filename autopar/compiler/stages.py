@@ -2,103 +2,191 @@
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.compiler.candidate import Candidate, Cut
+from autopar.compiler.candidate import Candidate
 from autopar.compiler.compilation import Compilation, logical_meshes
+from autopar.compiler.sketch import Division, Sketch, Table
 from autopar.compiler.stage_plan import plan_of
 from autopar.errors import AutoparError, InfeasibleError, MicrobatchError, SolverError, UsageError
-from autopar.interop import find_layers, ops_of
+from autopar.interop import fine_layers, ops_of
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import STAGE_AXIS
-from autopar.runtime.program import in_layers
-from autopar.schedule import build
+from autopar.schedule.formulas import Formula
 from autopar.trace.roles import batch_leaves
 
 IN_TIME = ("eager_1f1b", "zero_bubble", "1f1b")
 """Schedules among which `auto` chooses, what holds most first: where memory decides nothing, one solution serves them all."""
 
+MOST = 4
+"""Sketches of which the stages are planned."""
+
+FEW_OPS = 2_000
+"""Ops of a stage up to which it is asked what exactly to make again: it takes many solves."""
+
+LIKELY = 4
+"""Microbatches per stage that are tried first."""
+
+GAIN = 0.01
+"""Share of the seconds that twice or half as many microbatches must save to go on."""
+
 
 def plan_in_stages(c: Compilation, count: int) -> Compilation:
-    """A plan in so many stages of equal size. Raises `UsageError` where the devices, or the layers, do not divide into them."""
-    chunks = c.interleave if c.options.schedule == "interleaved" else 1
-    submesh, meshes = _submeshes(c, count)
+    """A plan in so many stages. Raises `UsageError` where the devices, or the layers, do not divide into them."""
     begin = time.perf_counter()
-    ops = ops_of(c.traced.graph, c.traced.roles.carried)
-    layers = find_layers(ops, count * chunks)
-    best: Candidate | None = None
-    refused: list[InfeasibleError] = []
-    unanswered: list[SolverError] = []
-    tried: list[tuple[str, float]] = []
-    for microbatches in _counts(c, count):
-        before = best.seconds if best else float("inf")
-        c.progress(f"{count} stages, {microbatches} microbatches")
-        layered = in_layers(c.traced, layers, microbatches, c.options.batch_argnums, c.options.accumulate_dtype)
-        cuts: dict[bool, Cut] = {}
-        for mesh in meshes:
-            for name in _schedules(c):
-                in_two = name == "zero_bubble"
-                if in_two not in cuts:
-                    cuts[in_two] = Cut.of(layered, [(n, n + 1) for n in range(count * chunks)], name)
-                try:
-                    found = Candidate(c, cuts[in_two], submesh, mesh, build(name, count, microbatches, chunks))
-                    found.check()
-                except InfeasibleError as error:
-                    refused.append(error)
-                    continue
-                except SolverError as error:
-                    c.progress(f"mesh {mesh} a stage: {error}")
-                    unanswered.append(error)
-                    break  # nor would another schedule help
-                c.progress(f"mesh {mesh} a stage, {name}: {found.seconds * 1e3:.3f} ms")
-                tried.append((f"{count} stages of {mesh}, {microbatches} microbatches, {name}", found.seconds))
-                if best is None or found.seconds < best.seconds * (1 - 1e-9):
-                    best = found
-        if best is not None and best.seconds >= before:
-            break  # more microbatches are no faster
-    if best is None:
-        raise min(refused, key=lambda e: e.peak_bytes or float("inf")) if refused else unanswered[0]
-    plan = plan_of(best, time.perf_counter() - begin)
-    return replace(c, microbatches=best.schedule.num_microbatches, plan=replace(plan, candidates=tuple(tried)))
+    search = StageSearch(c, count * _chunks(c))
+    search.sketch(count)
+    return search.planned(search.best(c.least), begin)
 
 
 def plan_for_any_stages(c: Compilation, whole: Callable[[Compilation], Compilation]) -> Compilation:
-    """The fastest plan over numbers of stages, `whole` giving that in one. More stages are tried as long as they help or nothing fits."""
-    found: list[Compilation] = []
-    tried: list[tuple[str, float]] = []
+    """The fastest plan over numbers of stages, `whole` giving that in one, if there is one that takes less than `Compilation.below`."""
+    begin = time.perf_counter()
+    counts = [count for count in _stage_counts(c) if count > 1]
     refused: AutoparError | None = None
-    worse = 0
-    for count in _stage_counts(c):
-        c.progress("one stage" if count == 1 else f"{count} stages")
+    search: StageSearch | None = None
+    best: Candidate | None = None
+    try:
+        search = StageSearch(c, min([2, *counts]) * _chunks(c)) if counts else None
+        for count in counts:
+            if search is not None and count * _chunks(c) <= search.num_layers:
+                search.sketch(count)
+        best = search.best(False) if search is not None else None
+    except (InfeasibleError, MicrobatchError, SolverError, UsageError) as error:
+        refused = error
+    c.progress("one stage")
+    try:
+        one = whole(replace(c, below=best.seconds if best else None, least=c.least and best is None))
+    except (InfeasibleError, MicrobatchError, SolverError) as error:
+        if search is None or best is None:
+            raise (error if refused is None or isinstance(error, InfeasibleError) else refused) from None
+        return search.planned(best, begin)
+    assert one.plan is not None
+    alone = one.plan.predicted.step_time_s
+    tried = (("one stage", alone), *(search.tried if search else ()))
+    if search is not None and best is not None and best.seconds < alone:
+        return search.planned(best, begin, (("one stage", alone),))
+    return replace(one, plan=replace(one.plan, candidates=(*one.plan.candidates, *tried)))
+
+
+def _faster(a: Candidate | None, b: Candidate | None) -> Candidate | None:
+    """The faster of two; of equals the first."""
+    return a if b is None or (a is not None and a.seconds <= b.seconds * (1 + 1e-9)) else b
+
+
+class StageSearch:
+    """Sketches of plans in stages, and the fastest of them whose stages are planned. Layers are found once, for `least` of them or more."""
+
+    def __init__(self, c: Compilation, least: int):
+        self.c = c
+        self.layers = fine_layers(ops_of(c.traced.graph, c.traced.roles.carried), least)
+        self.divisions: dict[int, Division] = {}
+        self.sketches: list[Sketch] = []
+        self.beyond: list[Sketch] = []
+        self.refused: list[InfeasibleError] = []
+        self.unanswered: list[SolverError] = []
+        self.tried: list[tuple[str, float]] = []
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers.costs)
+
+    def sketch(self, count: int) -> None:
+        """Sketches in so many stages: with the number of microbatches that is asked for, or up and down from a likely one."""
+        if isinstance(self.c.options.microbatches, int):
+            self._sketches(count, self.c.options.microbatches)
+            return
+        counts = _microbatch_counts(self.c, count)
+        first = min(range(len(counts)), key=lambda k: abs(counts[k] - LIKELY * count))
+        known = {first: self._sketches(count, counts[first])}
+        for step in (1, -1):
+            at = first
+            while 0 <= at + step < len(counts) and (at + step) not in known:
+                known[at + step] = self._sketches(count, counts[at + step])
+                if known[at + step] >= known[at] * (1 - GAIN) and known[at] < float("inf"):
+                    break
+                at += step
+
+    def _sketches(self, count: int, microbatches: int) -> float:
+        """Sketches on every logical mesh, under every schedule; the seconds of the fastest."""
+        submesh, meshes = _submeshes(self.c, count)
+        if microbatches not in self.divisions:
+            self.divisions[microbatches] = Division.of(self.c, self.layers, microbatches)
+        least = float("inf")
+        for mesh in meshes:
+            table = Table(self.c, self.divisions[microbatches], count, submesh, mesh)
+            for name in _schedules(self.c):
+                formula = Formula(name, microbatches, _chunks(self.c))
+                try:
+                    found = table.sketch(formula)
+                except InfeasibleError as error:
+                    self.refused.append(error)
+                    self.beyond += table.beyond(formula)
+                    continue
+                except SolverError as error:
+                    self.c.progress(f"{count} stages of {mesh}: {error}")
+                    self.unanswered.append(error)
+                    break
+                self.c.progress(f"{found}: about {found.seconds * 1e3:.4g} ms")
+                self.sketches.append(found)
+                least = min(least, found.seconds)
+        return least
+
+    def best(self, least: bool) -> Candidate:
+        """The fastest candidate. Raises `InfeasibleError` where none fits, having looked for one that holds `least`."""
+        heap = [(s.seconds, n, s) for n, s in enumerate(self.sketches)]
+        heapq.heapify(heap)
+        best: Candidate | None = None
+        planned = 0
+        while heap and (best is None or planned < MOST):
+            seconds, n, sketch = heapq.heappop(heap)
+            if best is not None and seconds >= best.seconds:
+                break
+            found = self._candidate(sketch)
+            if (found is None or sketch.makes_again) and self.c.options.remat == "auto" and sketch.num_ops <= FEW_OPS:
+                found = _faster(found, self._candidate(sketch, "auto"))
+            if found is None:
+                smaller = sketch.smaller()
+                if smaller is not None:
+                    heapq.heappush(heap, (smaller.seconds, n, smaller))
+            best = _faster(best, found)
+            planned += found is not None
+        return best or self._at_last(least)
+
+    def _at_last(self, least: bool) -> Candidate:
+        """What holds less than sketches foretell may fit after all. Raises the least bad `InfeasibleError`."""
+        best: Candidate | None = None
+        for sketch in sorted([*self.sketches, *self.beyond], key=lambda s: s.fullest)[:MOST]:
+            best = _faster(best, self._candidate(sketch, "auto" if self.c.options.remat == "auto" else None, least))
+        if best is not None:
+            return best
+        if self.refused:
+            raise min(self.refused, key=lambda e: e.peak_bytes or float("inf"))
+        raise self.unanswered[0]
+
+    def _candidate(self, sketch: Sketch, remat: str | None = None, least: bool = False) -> Candidate | None:
+        """A sketch's stages, planned."""
         try:
-            done = whole(c) if count == 1 else plan_in_stages(c, count)
-        except (InfeasibleError, MicrobatchError, SolverError) as error:
-            refused = error if refused is None or isinstance(error, InfeasibleError) else refused
-            continue
-        except UsageError:
-            break  # no more layers to cut
-        assert done.plan is not None
-        seconds = done.plan.predicted.step_time_s
-        tried += [("one stage", seconds)] if count == 1 else done.plan.candidates
-        worse = worse + 1 if found and seconds >= min(map(_seconds, found)) else 0
-        found.append(done)
-        if worse == 2:
-            break
-    if not found:
-        assert refused is not None
-        raise refused
-    best = min(found, key=_seconds)
-    assert best.plan is not None
-    candidates = best.plan.candidates if not best.plan.stages else ()
-    return replace(best, plan=replace(best.plan, candidates=(*candidates, *tried)))
+            found = sketch.candidate(remat, least)
+        except InfeasibleError as error:
+            self.refused.append(error)
+            return None
+        except SolverError as error:
+            self.c.progress(f"{sketch}: {error}")
+            self.unanswered.append(error)
+            return None
+        self.c.progress(f"{sketch}: {found.seconds * 1e3:.4g} ms")
+        self.tried.append((str(sketch), found.seconds))
+        return found
 
-
-def _seconds(c: Compilation) -> float:
-    assert c.plan is not None
-    return c.plan.predicted.step_time_s
+    def planned(self, best: Candidate, begin: float, others: Sequence[tuple[str, float]] = ()) -> Compilation:
+        """The compilation with the plan of a candidate; `others` are plans that were found elsewhere, with their seconds."""
+        plan = plan_of(best, time.perf_counter() - begin)
+        return replace(self.c, microbatches=best.schedule.num_microbatches, plan=replace(plan, candidates=(*others, *self.tried)))
 
 
 def _stage_counts(c: Compilation) -> Iterator[int]:
@@ -121,16 +209,17 @@ def _schedules(c: Compilation) -> tuple[str, ...]:
     return IN_TIME if has_backward else ("forward",)
 
 
-def _counts(c: Compilation, stages: int) -> Iterator[int]:
-    """The numbers of microbatches to try: the one asked for, or a few multiples of the number of stages that divide the batch."""
-    asked = c.options.microbatches
-    if isinstance(asked, int):
-        yield asked
-        return
+def _microbatch_counts(c: Compilation, stages: int) -> list[int]:
+    """The numbers of microbatches that may be tried: multiples of the number of stages by powers of two that divide the batch, or what
+    comes nearest."""
     batch = batch_leaves(c.traced.signature, c.traced.roles, c.traced.graph, c.options.batch_argnums)
     size = c.traced.graph.avals[c.traced.graph.inputs[batch[0]]].shape[0] if batch else 1
-    wanted = [n for n in (stages, 2 * stages, 4 * stages) if size % n == 0]
-    yield from wanted or [max(n for n in range(1, size + 1) if size % n == 0 and n <= 2 * stages)]
+    wanted = [stages * 2**k for k in range(size.bit_length()) if size % (stages * 2**k) == 0]
+    return wanted or [max(n for n in range(1, size + 1) if size % n == 0 and n <= 2 * stages)]
+
+
+def _chunks(c: Compilation) -> int:
+    return c.interleave if c.options.schedule == "interleaved" else 1
 
 
 def _submeshes(c: Compilation, count: int) -> tuple[Any, tuple[LogicalMesh, ...]]:

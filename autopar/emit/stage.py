@@ -215,7 +215,7 @@ class Cutter:
             self._port(p, form, n)
             return
         source = self.where.get(form)
-        if source is not None and source != n:
+        if source is not None and source != n and form.value not in self.graph.free:  # what depends on nothing is made where it is read
             self._bring(form, source, n)
             return
         k = self.moves.get((form.value, form.text, form.generation))

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from autopar.interop.layers import Layers, find_layers, layers_at
+from autopar.interop.layers import Layers, find_layers, fine_layers, layers_at
 from autopar.interop.ops import Ops, ops_of
 from autopar.interop.slice import plan_stages
 from autopar.interop.stages import Chain, Choice, Grid, Link, Oracle, Stage, StagePlan, crossings
@@ -25,6 +25,7 @@ __all__ = [
     "Submesh",
     "crossings",
     "find_layers",
+    "fine_layers",
     "layers_at",
     "ops_of",
     "place",

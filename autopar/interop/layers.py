@@ -8,6 +8,7 @@ borders wanted, or where they cut very unevenly, anywhere.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,9 @@ AROUND = 32
 UNEVEN = 1.5
 """Where the dearest layer between narrow places costs so many times its share, borders that are not narrow are weighed too: a plain
 perceptron is as narrow everywhere as at the end of its first layer."""
+
+FEW = 16
+"""Layers into which a program is cut that has fewer blocks alike."""
 
 MOST = 1_000
 """Borders that are weighed where any will do: those that least crosses."""
@@ -68,6 +72,21 @@ def find_layers(ops: Ops, count: int, begins: Sequence[int] = (), slack: float =
     if line.dearest(borders) > UNEVEN * line.total[-1] / count:
         borders = min(borders, best_cut(line, lowest, count, slack), key=line.dearest)
     return layers_at(ops, [int(forward[p]) for p in borders])
+
+
+def fine_layers(ops: Ops, least: int) -> Layers:
+    """As many layers as the program has blocks alike, or `FEW` where it has fewer; `least` of them or more.
+
+    Raises `UsageError` where it cannot be cut into `least`.
+    """
+    may = ~np.array([ops.joined[i] for i in ops.forward], bool)
+    narrow, _ = _places(crossing_bytes(ops), may, [], 1)
+    kinds = _kinds(ops, ops.forward)
+    alike = max(Counter(kinds[p] for p in narrow).values(), default=0)
+    most = int(may[1:].sum()) + 1
+    wanted = (alike, alike + 1) if alike >= FEW else (FEW,)
+    found = [find_layers(ops, count) for count in sorted({max(least, min(n, most)) for n in wanted})]
+    return min(found, key=lambda layers: max(layers.costs) * len(layers.costs))
 
 
 def layers_at(ops: Ops, begins: Sequence[int]) -> Layers:

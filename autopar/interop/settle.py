@@ -29,8 +29,9 @@ class Planned:
     price: Price
 
 
-def settle(stages: Sequence[Planned]) -> tuple[ShardingPlan, ...]:
-    """The plans of all stages, each value that crosses sent as its reader takes it.
+def settle(stages: Sequence[Planned], alike: Sequence[int] | None = None) -> tuple[ShardingPlan, ...]:
+    """The plans of all stages, each value that crosses sent as its reader takes it. `alike[n]` is the first stage that is as stage n is,
+    and whose neighbours are as those of n: the two get one plan.
 
     A value of each microbatch is converted inside of the loop, at its sender. Where the two stages' logical meshes differ it goes as the
     sender has it, and lies as the reader wants it when it arrives.
@@ -48,7 +49,9 @@ def settle(stages: Sequence[Planned]) -> tuple[ShardingPlan, ...]:
                 editor.send(port.position, form if mesh == editor.plan.mesh else None)
             elif port.when == "before":
                 editor.pass_on(port.position)
-    return tuple(editor.finished() for editor in editors)
+    first = range(len(stages)) if alike is None else alike
+    finished = {n: editors[n].finished() for n in sorted(set(first))}
+    return tuple(finished[n] for n in first)
 
 
 @dataclass

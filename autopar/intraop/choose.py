@@ -17,6 +17,7 @@ from autopar.intraop.lift import lift
 from autopar.intraop.networks import tighten
 from autopar.intraop.price import Price, price_plan
 from autopar.intraop.shape import Shape
+from autopar.ir.graph import Graph
 from autopar.ir.plan import ShardingPlan, Solve
 from autopar.ir.problem import Problem, Solution
 
@@ -25,11 +26,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SolveOptions:
-    """How to solve: `solver` (`highs` or `pulp`), seconds per mesh, relative gap at which an answer is taken as optimal."""
+    """How to solve: `solver` (`highs` or `pulp`), seconds per mesh, relative gap at which an answer is taken as optimal.
+
+    With `memory_price` what is held when backward begins costs so many seconds per byte: an answer that spares memory, without a proof.
+    """
 
     solver: str = "highs"
     time_limit_s: float | None = None
     gap: float = 1e-4
+    memory_price: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +73,14 @@ def choose_on(
     enumerated = clock()
     progress(f"mesh {pricer.mesh}: {problem.num_choices + len(problem.side)} variables, {len(problem.rows)} rows")
     try:
-        solution = solvers.solve(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=least)
+        asked = _weighed(problem, options.memory_price, shape.graph) if options.memory_price else problem
+        solution = solvers.solve(asked, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=least)
     except Infeasible as error:
         raise _infeasible(error, problem, layout) from None
     solution = _tight(layout, solution)
     plan = lift(layout, solution)
-    price = price_plan(shape.graph, shape.rules, plan, pricer, shape.charges)
-    solution = _checked(solution, price)
+    price = price_plan(shape.graph, shape.rules, plan, pricer, shape.charges, shape.streamed)
+    solution = _checked(solution, price) if not options.memory_price else replace(solution, objective=price.total_s, bound=0.0)
     evaluation = evaluate(problem, solution.choice, solution.side)
     return Chosen(
         plan,
@@ -89,6 +95,19 @@ def choose_on(
         enumerated - begin,
         clock() - enumerated,
     )
+
+
+def _weighed(problem: Problem, price: float, graph: Graph) -> Problem:
+    """The problem in which each byte that is held when backward begins costs so many seconds."""
+    time = next((i for i, op in enumerate(graph.ops) if op.phase == "backward"), len(graph.ops) // 2)
+    costs = [cost.copy() for cost in problem.node_costs]
+    for usage in problem.usages:
+        if usage.start <= time < usage.stop:
+            costs[usage.node] += price * usage.nbytes
+    side = problem.side
+    held = (side.usage_start <= time) & (time < side.usage_stop)
+    added = np.bincount(side.usage_column[held], side.usage_bytes[held], minlength=len(side))
+    return replace(problem, node_costs=tuple(costs), side=replace(side, cost=side.cost + price * added))
 
 
 def _tight(layout: Layout, solution: Solution) -> Solution:

@@ -190,7 +190,8 @@ class _Enumerator:
         return tuple(self.graph.aval(o) for o in op.operands), tuple(self.graph.avals[r] for r in op.results)
 
     def _border_nodes(self, node_costs: list[Floats]) -> None:
-        """A node per kind of input that lies by itself, and per output that is not state: any border sharding, free of charge."""
+        """A node per kind of input that lies by itself, and per output that is not state: any border sharding. What comes from other
+        pipeline stages or goes to them takes its time on the way; the rest is free."""
         self.borders: dict[int, tuple[TensorSharding, ...]] = {}
         self.input_node: dict[int, int] = {}
         self.output_node: dict[int, int] = {}
@@ -206,10 +207,17 @@ class _Enumerator:
 
         for v in self.graph.inputs:
             if v not in self.shape.member_input:
-                self.input_node[v] = node(self._input_kind(v), self.pins.get(v) or self._border_of(v))
+                n = self.input_node[v] = node(self._input_kind(v), self.pins.get(v) or self._border_of(v))
+                node_costs[n] = node_costs[n] + self._on_the_way(v, self.borders[n])
         for k, o in enumerate(self.graph.outputs):
             if isinstance(o, int) and k not in self.tied and o not in self.graph.free:
-                self.output_node[k] = node(("out", k), self.pins.get(-1 - k) or self._border_of(o, False))
+                n = self.output_node[k] = node(("out", k), self.pins.get(-1 - k) or self._border_of(o, False))
+                node_costs[n] = node_costs[n] + self._on_the_way(o, self.borders[n])
+
+    def _on_the_way(self, v: int, shardings: tuple[TensorSharding, ...]) -> Floats:
+        """Seconds per step in which a value goes from stage to stage, by the sharding in which it does."""
+        rate, aval = self.shape.streamed.get(v, 0.0), self.graph.avals[v]
+        return np.array([rate * s.local_bytes(aval, self.mesh) if rate else 0.0 for s in shardings])
 
     def _border_of(self, v: int, going_in: bool = True) -> tuple[TensorSharding, ...]:
         """The shardings that an input or an output may have."""
@@ -306,7 +314,8 @@ class _Enumerator:
                 times = self.graph.value_times(v)
                 again = value.again and (value.again[0], id(value.again[1]))
                 held = self._is_held(v, value, users)
-                kind = (value.node, id(value.vector), aval, needs, layers, held, times, again, self._barred(v))
+                kept = v in self.shape.kept
+                kind = (value.node, id(value.vector), aval, needs, layers, held, times, again, self._barred(v), kept)
                 kinds.setdefault(kind, []).append((v, value, users))
         return [self._network(members) for members in kinds.values()]
 
@@ -392,6 +401,7 @@ class _Enumerator:
             held,
             self.graph.value_times(v),
             value.again,
+            self.shape.flight if v in self.shape.kept else 1,
         )
 
     def _states(self, aval: Aval, kinds: tuple[Reduction, ...], barred: Barred) -> StateGraph:
@@ -413,10 +423,14 @@ class _Enumerator:
                 continue
             start, stop = self._interval(v, value)
             nbytes = self._local_bytes(value.vector, self.graph.avals[v])
-            nbytes = nbytes * self.shape.flight if v in self.shape.kept else nbytes
+            nbytes = nbytes * self.shape.flight if self._in_flight(v, stop) else nbytes
             key = (value.node, start, stop)
             total[key] = total[key] + nbytes if key in total else nbytes
         return [Usage(node, start, stop, nbytes) for (node, start, stop), nbytes in total.items()]
+
+    def _in_flight(self, v: int, stop: int) -> bool:
+        """Whether a value is kept as it is made, to `stop`, by each microbatch of a pipeline stage that is between forward and backward."""
+        return v in self.shape.kept and stop > min(i for i, _ in self.graph.uses[v] if self.graph.ops[i].phase == "backward")
 
     def _local_bytes(self, vector: Vector, aval: Aval) -> Floats:
         """Bytes on one device by choice."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autopar.costs import Charges
 from autopar.intraop.clusters import Cluster
-from autopar.ir.graph import Constant, Graph
+from autopar.ir.graph import BOUNDARY, Constant, Graph, Op
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,17 @@ def _signature(graph: Graph, cluster: Cluster, charges: Charges, marks: dict[int
             for o in op.operands
         )
         results = tuple((graph.avals[r].shape, graph.avals[r].dtype, r in graph.output_values) for r in op.results)
-        rows.append((op.primitive, op.params, operands, results, op.phase, op.again, charges.reads[i], charges.writes[i], graph.times[i]))
+        rows.append((op.primitive, _params(op), operands, results, op.phase, op.again, charges.reads[i], charges.writes[i], graph.times[i]))
     key = (cluster.linear, tuple(rows), tuple((graph.avals[v], marks.get(v)) for v in cluster.inputs))
     try:
         return hash(key), key if len(rows) < 200 else len(rows)
     except TypeError:
         return repr(key)
+
+
+def _params(op: Op) -> Hashable:
+    """What an op is told; a port's number in its loop tells equal ports apart in name alone."""
+    return op.params if op.primitive not in BOUNDARY else tuple(p for p in op.params if p[0] != "position")
 
 
 def _outer(graph: Graph, value: int) -> Hashable:

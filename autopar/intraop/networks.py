@@ -54,7 +54,8 @@ class Network:
     """The conversions of equal values: one flow problem, `len(members)` times.
 
     `times` is how often each is made per step. `held` values are still there as they were made when they are first read late.
-    `again` is the node that may make the value once more for its late users, with its sharding by choice (None: it does not).
+    `again` is the node that may make the value once more for its late users, with its sharding by choice (None: it does not). `flight` is
+    of how many microbatches what waits from early to late stands there at once.
     """
 
     producer: int
@@ -67,6 +68,7 @@ class Network:
     held: bool
     times: int = 1
     again: tuple[int, Vector] | None = None
+    flight: int = 1
     intervals: dict[object, tuple[Ints, Ints]] = field(default_factory=dict)
 
     def made(self, choice: Sequence[int]) -> TensorSharding:
@@ -249,7 +251,7 @@ def _charge(network: Network, opening: Opening, builder: SideBuilder, nbytes: in
         return
     starts, stops = _intervals(network)["held" if opening.held else "wait" if opening.arc is None else opening.layer]
     if len(starts):
-        builder.usage.append((opening.column, starts, stops, float(nbytes)))
+        builder.usage.append((opening.column, starts, stops, float(nbytes) * (network.flight if opening.arc is None else 1)))
 
 
 def _intervals(network: Network) -> dict[object, tuple[Ints, Ints]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar import costs
@@ -17,17 +17,21 @@ from autopar.rules.inside import numbered
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds per step: of ops, of collectives, of local copies between shardings, and of launching kernels."""
+    """Seconds per step: of ops, of collectives, of local copies between shardings, and of launching kernels.
+
+    `transfer_s` is what comes to a pipeline stage from others and goes to them: other stages' devices count it as well.
+    """
 
     compute_s: float
     communication_s: float
     copies_s: float
     launch_s: float
     by_kind: tuple[tuple[str, float], ...]
+    transfer_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.communication_s + self.copies_s + self.launch_s
+        return self.compute_s + self.communication_s + self.copies_s + self.launch_s + self.transfer_s
 
 
 def op_seconds(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, pricer: Pricer, charges: Charges, i: int) -> float:
@@ -41,8 +45,15 @@ def op_seconds(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, 
     return graph.times[i] * once
 
 
-def price_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, pricer: Pricer, charges: Charges) -> Price:
-    """The price of a whole plan."""
+def price_plan(
+    graph: Graph,
+    rules: Sequence[ShardingRule],
+    plan: ShardingPlan,
+    pricer: Pricer,
+    charges: Charges,
+    streamed: Mapping[int, float] | None = None,
+) -> Price:
+    """The price of a whole plan. `streamed` are the values that go from stage to stage, with the seconds per byte of one device."""
     kinds: dict[str, float] = {}
     for i, op in enumerate(graph.ops):
         kinds[_kind(op)] = kinds.get(_kind(op), 0.0) + op_seconds(graph, rules, plan, pricer, charges, i)
@@ -66,7 +77,14 @@ def price_plan(graph: Graph, rules: Sequence[ShardingRule], plan: ShardingPlan, 
     launch = pricer.cluster.launch_seconds * charges.launches
     kinds |= {"local copies": copies, "launch": launch}
     split = tuple(sorted(((k, s) for k, s in kinds.items() if s), key=lambda ks: -ks[1]))
-    return Price(compute, communication, copies, launch, split)
+    return Price(compute, communication, copies, launch, split, sum(_transfers(graph, plan, streamed or {})))
+
+
+def _transfers(graph: Graph, plan: ShardingPlan, streamed: Mapping[int, float]) -> Iterator[float]:
+    """Seconds of each value that goes from stage to stage, as often as it does."""
+    for v, s in (*zip(graph.inputs, plan.inputs, strict=True), *zip(graph.outputs, plan.outputs, strict=True)):
+        if isinstance(v, int) and v in streamed:
+            yield streamed[v] * s.local_bytes(graph.avals[v], plan.mesh)
 
 
 def _kind(op: Op) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar import costs
@@ -23,7 +23,7 @@ class Shape:
 
     `carried` pairs input and output positions of one piece of state; `limits` says which choices a restriction leaves. `flight` is how many
     microbatches a pipeline stage has in flight, each of which keeps what backward reads of forward; `streamed` are the values that come
-    to it or leave it microbatch by microbatch, and never stand there whole.
+    to it or leave it microbatch by microbatch, and never stand there whole, with the seconds that each byte of one device takes on its way.
     """
 
     graph: Graph
@@ -35,7 +35,7 @@ class Shape:
     donated: bool = True
     limits: Limits | None = None
     flight: int = 1
-    streamed: frozenset[int] = frozenset()
+    streamed: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
     def kept(self) -> frozenset[int]:
@@ -73,7 +73,7 @@ def shape_of(
     batch: Sequence[int] | None = None,
     flight: int = 1,
     known: Mapping[int, tuple[Pieces, ...]] | None = None,
-    streamed: frozenset[int] = frozenset(),
+    streamed: Mapping[int, float] | None = None,
 ) -> Shape:
     """Cluster and fold a graph. `pinned` marks graph inputs that must not be folded with others, by value; `batch` are the positions of
     inputs that hold the batch, where they are told; `flight`, `known` and `streamed` are those of a pipeline stage."""
@@ -84,4 +84,4 @@ def shape_of(
     counted = limits.labels.dims if limits else ()
     marks: dict[int, Hashable] = {v: (n in tied, (pinned or {}).get(v), counted and counted[v]) for n, v in enumerate(graph.inputs)}
     folded = fold(graph, clusters, charges, marks, tags=limits.tag if limits else None) if folding else unfolded(clusters)
-    return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated, limits, flight, streamed)
+    return Shape(graph, tuple(rules), tuple(carried), charges, clusters, folded, donated, limits, flight, streamed or {})

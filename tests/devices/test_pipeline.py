@@ -181,9 +181,21 @@ def test_memory_that_is_short_has_stages_recompute():
     step, state = trained(wide, layers=12)
     args = state, batch(n=4096)
     free = planned(step, args, stages=2, microbatches=2, schedule="1f1b", axis_names=("x",), remat="none")
-    budget = int(0.85 * free.predicted.peak_bytes)
+    budget = int(0.6 * free.predicted.peak_bytes)
     tight = planned(step, args, stages=2, microbatches=2, schedule="1f1b", axis_names=("x",), memory_bytes=budget)
     assert tight.predicted.peak_bytes <= budget and any(stage.recomputed for stage in tight.stages)
+    assert_verified(tight, step, args)
+
+
+def test_memory_that_is_a_little_short_moves_layers_to_the_stage_that_has_fewer_microbatches_in_flight():
+    step, state = trained(wide, layers=12)
+    args = state, batch(n=4096)
+    asked = {"stages": 2, "microbatches": 4, "schedule": "1f1b", "axis_names": ("x",), "remat": "none"}
+    free = planned(step, args, **asked)
+    budget = int(0.85 * free.predicted.peak_bytes)
+    tight = planned(step, args, memory_bytes=budget, **asked)
+    assert tight.predicted.peak_bytes <= budget and tight.stages[0].layers[1] < free.stages[0].layers[1]
+    assert tight.predicted.step_time_s > free.predicted.step_time_s
     assert_verified(tight, step, args)
 
 

@@ -1,0 +1,184 @@
+"""Sketches of plans in pipeline stages: what the dynamic programme finds from what layers cost, before any stage is planned as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from autopar.compiler.candidate import Candidate, Cut
+from autopar.compiler.compilation import Compilation, budget_of
+from autopar.compiler.layer_costs import LayerCosts, layer_costs
+from autopar.errors import InfeasibleError
+from autopar.interop import Chain, Choice, Grid, Layers, Link, StagePlan, Submesh, plan_stages
+from autopar.ir.mesh import LogicalMesh
+from autopar.runtime.program import Layered, in_layers
+from autopar.schedule import build
+from autopar.schedule.formulas import Formula
+
+SPARING = 0.3
+"""What all the memory of a device is worth where it is short, in the time of a step."""
+
+DEAR = 10 * SPARING
+"""The same where it is very short."""
+
+MORE = (1.15, 1.4, 2.0, 4.0)
+"""Shares of the memory with which stages are sought where none fit: layers by themselves may keep more than they do in a stage."""
+
+AGAIN = ("none", "dots", "full")
+"""What stages may make again where they do not fit without, if the user leaves that open."""
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """A step as so many microbatches, its ops marked with their layers; and the ways in which it has been cut into stages."""
+
+    layered: Layered
+    microbatches: int
+    cuts: dict[Any, Cut] = field(default_factory=dict)
+
+    @staticmethod
+    def of(c: Compilation, layers: Layers, microbatches: int) -> Division:
+        """Raises `MicrobatchError` where the step cannot run so."""
+        return Division(in_layers(c.traced, layers, microbatches, c.options.batch_argnums, c.options.accumulate_dtype), microbatches)
+
+    def cut(self, ranges: Sequence[tuple[int, int]], schedule: str) -> Cut:
+        """The step in stages that hold these layers each."""
+        key = tuple(ranges), schedule == "zero_bubble"
+        if key not in self.cuts:
+            self.cuts[key] = Cut.of(self.layered, ranges, schedule)
+        return self.cuts[key]
+
+    @cached_property
+    def alone(self) -> Cut:
+        """Every layer a stage."""
+        return self.cut([(n, n + 1) for n in range(len(self.layered.layers.costs))], "1f1b")
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """Stages on a logical mesh each, under a schedule; each makes again what its choice's label says. `seconds` are an estimate.
+
+    It was sought with a `share` of the memory that there is.
+    """
+
+    table: Table
+    formula: Formula
+    stages: StagePlan
+    share: float
+
+    @property
+    def seconds(self) -> float:
+        return self.stages.seconds
+
+    def __str__(self) -> str:
+        f = self.formula
+        return f"{self.table.count} stages of {self.table.mesh}, {f.microbatches} microbatches, {f.name}"
+
+    def candidate(self, remat: str | None = None, least: bool = False) -> Candidate:
+        """The stages planned, each as a whole. Raises `InfeasibleError` where one does not fit after all, which says what would if `least`,
+        and `SolverError` for want of time."""
+        t, f = self.table, self.formula
+        modes = [remat or stage.choice.label for stage in self.stages.stages] * f.chunks
+        schedule = build(f.name, t.count, f.microbatches, f.chunks)
+        found = Candidate(replace(t.c, least=least), self._cut, t.submesh, t.mesh, schedule, modes)
+        found.check()
+        return found
+
+    @property
+    def num_ops(self) -> int:
+        """Ops of the largest stage."""
+        return max(len(stage.graph.ops) for stage in self._cut.staged.stages)
+
+    @property
+    def _cut(self) -> Cut:
+        return self.table.division.cut(self.stages.pieces, self.formula.name)
+
+    @property
+    def makes_again(self) -> bool:
+        """Whether stages make values again for want of memory."""
+        return self.table.c.options.remat == "auto" and any(stage.choice.label != "none" for stage in self.stages.stages)
+
+    @property
+    def fullest(self) -> float:
+        """Bytes on the fullest device."""
+        return max(stage.nbytes for stage in self.stages.stages)
+
+    def smaller(self) -> Sketch | None:
+        """A sketch with less memory, for one whose stages did not fit."""
+        share = self.share * 0.9
+        try:
+            return self.table.sketch(self.formula, share) if share > 0.5 else None
+        except InfeasibleError:
+            return None
+
+
+@dataclass(eq=False)
+class Table:
+    """What layers cost on one logical mesh of `submesh`, of which there are `count`, by what is made again."""
+
+    c: Compilation
+    division: Division
+    count: int
+    submesh: Any
+    mesh: LogicalMesh
+    known: dict[tuple[str, float], LayerCosts] = field(default_factory=dict)
+
+    def sketch(self, formula: Formula, share: float = 1.0) -> Sketch:
+        """The fastest stages under a schedule. Raises `InfeasibleError` where none fit."""
+        asked = self.c.options.remat
+        first = "none" if asked == "auto" else asked
+        self._ask(first)
+        free = self._stages(formula, None, [(first, 0.0)])
+        if max(stage.nbytes for stage in free.stages) <= share * self.budget:
+            return Sketch(self, formula, free, share)
+        modes = AGAIN if asked == "auto" else (asked,)
+        for mode in modes:
+            self._ask(mode, SPARING)
+        self._ask(modes[-1], DEAR)
+        return Sketch(self, formula, self._stages(formula, share * self.budget, list(self.known)), share)
+
+    def beyond(self, formula: Formula) -> list[Sketch]:
+        """Sketches that hold more than there is: with as little more as there must be, and the fastest of all."""
+        found = [Sketch(self, formula, self._stages(formula, None, list(self.known)[:1]), 1.0)]
+        for share in MORE:
+            try:
+                return [self.sketch(formula, share), *found]
+            except InfeasibleError:
+                continue
+        return found
+
+    @property
+    def budget(self) -> float:
+        return budget_of(self.c)
+
+    def _ask(self, remat: str, worth: float = 0.0) -> None:
+        """The costs of layers that make so much again, where all memory is worth so many steps."""
+        if (remat, worth) not in self.known:
+            count = self.division.microbatches
+            sparing = f", sparing memory by {worth:g}" if worth else ""
+            self.c.progress(f"layers on {self.mesh}, {count} microbatches, {remat} made again{sparing}")
+            price = worth * self._step_seconds() / self.budget if worth else 0.0
+            self.known[remat, worth] = layer_costs(self.c, self.division.alone, self.submesh, self.mesh, count, remat, price)
+
+    def _step_seconds(self) -> float:
+        """What a stage's share of the layers takes in a step, as far as is known."""
+        costs = next(iter(self.known.values()))
+        return float(((costs.forward + costs.backward) * self.division.microbatches + costs.update).sum() / self.count)
+
+    def _stages(self, formula: Formula, memory: float | None, ways: Sequence[tuple[str, float]]) -> StagePlan:
+        any_mode = self.known[ways[0]]
+        one = Submesh(1, self.mesh.num_devices)
+        link = Link(any_mode.rate / any_mode.parts, any_mode.latency)
+        grid = Grid(self.count, one.devices, (one,), lambda a, b: link, memory, lambda submesh: any_mode.parts)
+        oracle = partial(self._oracle, [self.known[way] for way in ways])
+        return plan_stages(self.chain, grid, oracle, [formula], max_stages=self.count)
+
+    @property
+    def chain(self) -> Chain:
+        return self.division.layered.layers.chain
+
+    @staticmethod
+    def _oracle(ways: Sequence[LayerCosts], start: int, stop: int, submesh: Submesh, microbatches: int) -> list[Choice]:
+        return [costs.choice(start, stop) for costs in ways]
