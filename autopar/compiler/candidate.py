@@ -19,6 +19,7 @@ from autopar.interop.settle import Planned, settle
 from autopar.interop.split import AFTER, BEFORE, COTANGENT, FORWARD, WEIGHT, StageGraph
 from autopar.interop.timing import simulate_plan, skipping, step_seconds
 from autopar.intraop.choose import Chosen, SolveOptions
+from autopar.intraop.enumerate import Pins
 from autopar.intraop.labels import Labels, Pieces, find_labels
 from autopar.intraop.meshes import Search
 from autopar.intraop.price import argument_bytes, op_seconds
@@ -84,7 +85,11 @@ class Solved:
 
 
 class Candidate:
-    """One way to run the step: a logical mesh for the stages, a number of microbatches, a schedule, and what each stage makes again."""
+    """One way to run the step: a logical mesh for the stages, a number of microbatches, a schedule, and what each stage makes again.
+
+    `prices` are by stage those of memory (`SolveOptions.memory_price`) that are tried in turn until an answer fits; None states it. With
+    `flight` each stage has so many microbatches in flight, whatever the schedule says.
+    """
 
     def __init__(
         self,
@@ -94,11 +99,13 @@ class Candidate:
         mesh: LogicalMesh,
         schedule: Schedule,
         remat: Sequence[str] = (),
-        memory_price: float = 0.0,
+        prices: Sequence[Sequence[float | None]] = (),
+        flight: int = 0,
     ):
-        self.memory_price = memory_price
+        self.flight = flight
         self.c, self.cut, self.staged, self.submesh, self.mesh = c, cut, cut.staged, submesh, mesh
         self.remat = tuple(remat) or (c.options.remat,) * len(cut.ranges)
+        self.prices = tuple(map(tuple, prices)) or ((None,),) * len(cut.ranges)
         self.pricer = Pricer(submesh, mesh, c.options.reduce_dtype == "as_written")
         self.schedule = skipping(schedule, [(n, p.other) for n, s in enumerate(self.staged.stages) for p in s.sends if p.when == "each"])
         self.known = cut.known
@@ -125,7 +132,7 @@ class Candidate:
 
     def in_flight(self, stage: int) -> int:
         """Microbatches between a stage's forward and the end of its backward, at most."""
-        return max(1, min(self._flights.get(stage, 0), self.schedule.num_microbatches))
+        return max(1, min(self.flight or self._flights.get(stage, 0), self.schedule.num_microbatches))
 
     @cached_property
     def _flights(self) -> dict[int, int]:
@@ -192,18 +199,29 @@ class Candidate:
         budget, flight = budget_of(c) / chunks, self.in_flight(n)
         named = stage_pins(c, stage.graph, self.mesh)
         held = tuple(sorted((v, str(s[0])) for v, s in {**named, **pins}.items()))
-        key = (self.cut.fingerprints[n], self.mesh, held, budget, self.remat[n], self.memory_price)
+        key = (self.cut.fingerprints[n], self.mesh, held, budget, self.remat[n], self.prices[n])
         chosen, held_for = self._solved_before(key, flight)
         if chosen is None:
             c.progress(f"stage {n} on mesh {self.mesh}")
             variants = Variants(stage.graph, lambda graph: self._shape(graph, stage, flight), self.remat[n])
-            limit = None if c.options.time_limit_s is None else STAGE_SHARE * c.options.time_limit_s
-            limits = SolveOptions(c.options.solver, limit, c.options.gap, self.memory_price)
-            clock, as_written = time.perf_counter, self.pricer.as_written
-            search = Search(variants, self.submesh, budget, lambda mesh: {**named, **pins}, limits, lambda text: None, clock, as_written)
-            chosen, held_for = search.best(self.mesh, c.least), flight
+            chosen, held_for = self._cheapest(n, variants, budget, {**named, **pins}), flight
             self.known[(*key, flight)] = chosen
         return Solved(chosen, chosen.shape.graph, stage, held_for)
+
+    def _cheapest(self, n: int, variants: Variants, budget: float, pins: Pins) -> Chosen:
+        """The best plan of a stage, at the first price of memory at which one fits."""
+        options = self.c.options
+        limit = None if options.time_limit_s is None else STAGE_SHARE * options.time_limit_s
+        clock, as_written = time.perf_counter, self.pricer.as_written
+        for price in self.prices[n]:
+            limits = SolveOptions(options.solver, limit, options.gap, price)
+            search = Search(variants, self.submesh, budget, lambda mesh: pins, limits, lambda text: None, clock, as_written)
+            try:
+                return search.best(self.mesh, self.c.least)
+            except InfeasibleError:
+                if price == self.prices[n][-1]:
+                    raise
+        raise AssertionError("a stage has at least one price of memory")
 
     def _solved_before(self, key: tuple[Any, ...], flight: int) -> tuple[Chosen | None, int]:
         """A solution for as many microbatches in flight, or for more where memory decided nothing, and for how many."""

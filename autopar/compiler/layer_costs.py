@@ -28,13 +28,14 @@ WEIGHT_SHARE = 0.5
 
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
-    """The layers on one logical mesh, run with `remat`. Seconds are per microbatch but for `update`, bytes those of one device.
+    """The layers on one logical mesh, `label` being the caller's. Seconds are per microbatch but for `update`, bytes those of one device.
 
-    `state` stands all the time, `kept` per microbatch in flight, and `working` while one microbatch runs. Each has one entry per layer.
+    `state` stands all the time, `kept` per microbatch in flight, `working` while one microbatch runs, and `updating` while weights are
+    updated. Each has one entry per layer.
     What crosses between layers lies in so many `parts`, each of which goes to the next stage at `rate` seconds per byte after `latency`.
     """
 
-    remat: str
+    label: tuple[str, float]
     forward: Floats
     backward: Floats
     weight: Floats
@@ -42,6 +43,7 @@ class LayerCosts:
     state: Floats
     kept: Floats
     working: Floats
+    updating: Floats
     rate: float
     latency: float
     parts: float
@@ -53,7 +55,9 @@ class LayerCosts:
         forward, backward, weight, update, kept = (
             float(x[r].sum()) for x in (self.forward, self.backward, self.weight, self.update, self.kept)
         )
-        return Choice(forward, backward, weight, update, float(fixed), kept, self.remat)
+        return Choice(
+            forward, backward, weight, update, float(fixed), kept, self.label, float(self.state[r].sum() + self.updating[r].sum())
+        )
 
 
 @lru_cache(maxsize=2)
@@ -62,19 +66,23 @@ def _schedule(name: str, count: int, microbatches: int) -> Schedule:
 
 
 def layer_costs(
-    c: Compilation, cut: Cut, submesh: Any, mesh: LogicalMesh, microbatches: int, remat: str, memory_price: float = 0.0
+    c: Compilation, cut: Cut, submesh: Any, mesh: LogicalMesh, microbatches: int, flight: int, label: tuple[str, float], price: float
 ) -> LayerCosts:
-    """The layers of a cut that has each as a stage. `memory_price` is in seconds per byte held. Raises `SolverError` where one is not
-    solved in time."""
+    """The layers of a cut that has each as a stage. The label begins with what is made again; `flight` microbatches are in flight, and what
+    they hold is worth `price` seconds per byte.
+
+    Raises `SolverError` where a layer is not solved in time.
+    """
     count = len(cut.ranges)
-    options = replace(c.options, memory_bytes=PLENTY, remat=remat)
+    options = replace(c.options, memory_bytes=PLENTY, remat=label[0])
     schedule = _schedule("forward" if c.options.schedule == "forward" else "1f1b", count, microbatches)
-    alone = Candidate(replace(c, options=options), cut, submesh, mesh, schedule, memory_price=memory_price)
+    alone = Candidate(replace(c, options=options), cut, submesh, mesh, schedule, prices=((price,),) * count, flight=flight)
     rows = []
     for n, stage in enumerate(alone.stages):
         standing = alone.standing(n)
-        working = max(0, stage.peak_bytes - standing - stage.in_flight * stage.residual_bytes)
+        running, updating = alone.solved[n].chosen.peaks
+        working = max(0, running - standing - stage.in_flight * stage.residual_bytes)
         seconds = (stage.forward_s, stage.input_s + stage.weight_s, WEIGHT_SHARE * stage.input_s, stage.before_s + stage.after_s)
-        rows.append((*seconds, standing, stage.residual_bytes, working))
-    forward, backward, weight, update, state, kept, working = np.array(rows, np.float64).T
-    return LayerCosts(remat, forward, backward, weight, update, state, kept, working, alone.rate, alone.latency, alone.parts)
+        rows.append((*seconds, standing, stage.residual_bytes, working, max(0, updating - standing)))
+    forward, backward, weight, update, state, kept, working, updating = np.array(rows, np.float64).T
+    return LayerCosts(label, forward, backward, weight, update, state, kept, working, updating, alone.rate, alone.latency, alone.parts)

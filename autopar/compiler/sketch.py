@@ -26,6 +26,9 @@ DEAR = 10 * SPARING
 MORE = (1.15, 1.4, 2.0, 4.0)
 """Shares of the memory with which stages are sought where none fit: layers by themselves may keep more than they do in a stage."""
 
+FEW_OPS = 2_000
+"""Ops of a stage up to which its memory is stated rather than priced, and it is asked what exactly to make again: it takes long."""
+
 AGAIN = ("none", "dots", "full")
 """What stages may make again where they do not fit without, if the user leaves that open."""
 
@@ -80,9 +83,11 @@ class Sketch:
         """The stages planned, each as a whole. Raises `InfeasibleError` where one does not fit after all, which says what would if `least`,
         and `SolverError` for want of time."""
         t, f = self.table, self.formula
-        modes = [remat or stage.choice.label for stage in self.stages.stages] * f.chunks
+        labels = [stage.choice.label for stage in self.stages.stages] * f.chunks
+        stated = remat is not None or self.num_ops <= FEW_OPS
+        prices = [(None,) if stated else t.prices(worth) for _, worth in labels]
         schedule = build(f.name, t.count, f.microbatches, f.chunks)
-        found = Candidate(replace(t.c, least=least), self._cut, t.submesh, t.mesh, schedule, modes)
+        found = Candidate(replace(t.c, least=least), self._cut, t.submesh, t.mesh, schedule, [remat or mode for mode, _ in labels], prices)
         found.check()
         return found
 
@@ -98,16 +103,16 @@ class Sketch:
     @property
     def makes_again(self) -> bool:
         """Whether stages make values again for want of memory."""
-        return self.table.c.options.remat == "auto" and any(stage.choice.label != "none" for stage in self.stages.stages)
+        return self.table.c.options.remat == "auto" and any(stage.choice.label[0] != "none" for stage in self.stages.stages)
 
     @property
     def fullest(self) -> float:
         """Bytes on the fullest device."""
         return max(stage.nbytes for stage in self.stages.stages)
 
-    def smaller(self) -> Sketch | None:
-        """A sketch with less memory, for one whose stages did not fit."""
-        share = self.share * 0.9
+    def smaller(self, peak: float) -> Sketch | None:
+        """A sketch with less memory, for one of whose stages one took `peak` bytes."""
+        share = self.share * min(0.97, self.table.budget / peak if peak else 0.9)
         try:
             return self.table.sketch(self.formula, share) if share > 0.5 else None
         except InfeasibleError:
@@ -125,18 +130,24 @@ class Table:
     mesh: LogicalMesh
     known: dict[tuple[str, float], LayerCosts] = field(default_factory=dict)
 
-    def sketch(self, formula: Formula, share: float = 1.0) -> Sketch:
-        """The fastest stages under a schedule. Raises `InfeasibleError` where none fit."""
+    def sketch(self, formula: Formula, share: float = 1.0, below: float = float("inf")) -> Sketch | None:
+        """The fastest stages under a schedule; None where none take less than `below` seconds, whatever memory there is. Raises
+        `InfeasibleError` where none fit."""
         asked = self.c.options.remat
         first = "none" if asked == "auto" else asked
         self._ask(first)
         free = self._stages(formula, None, [(first, 0.0)])
+        if free.seconds >= below:
+            return None
         if max(stage.nbytes for stage in free.stages) <= share * self.budget:
             return Sketch(self, formula, free, share)
-        modes = AGAIN if asked == "auto" else (asked,)
-        for mode in modes:
-            self._ask(mode, SPARING)
-        self._ask(modes[-1], DEAR)
+        for mode, worth in [(mode, SPARING) for mode in (AGAIN if asked == "auto" else (asked,))]:
+            self._ask(mode, worth)
+            try:
+                return Sketch(self, formula, self._stages(formula, share * self.budget, list(self.known)), share)
+            except InfeasibleError:
+                continue
+        self._ask(mode, DEAR)
         return Sketch(self, formula, self._stages(formula, share * self.budget, list(self.known)), share)
 
     def beyond(self, formula: Formula) -> list[Sketch]:
@@ -144,7 +155,7 @@ class Table:
         found = [Sketch(self, formula, self._stages(formula, None, list(self.known)[:1]), 1.0)]
         for share in MORE:
             try:
-                return [self.sketch(formula, share), *found]
+                return [*filter(None, [self.sketch(formula, share)]), *found]
             except InfeasibleError:
                 continue
         return found
@@ -159,13 +170,20 @@ class Table:
             count = self.division.microbatches
             sparing = f", sparing memory by {worth:g}" if worth else ""
             self.c.progress(f"layers on {self.mesh}, {count} microbatches, {remat} made again{sparing}")
-            price = worth * self._step_seconds() / self.budget if worth else 0.0
-            self.known[remat, worth] = layer_costs(self.c, self.division.alone, self.submesh, self.mesh, count, remat, price)
+            price = worth * self._worth() if worth else 0.0
+            self.known[remat, worth] = layer_costs(
+                self.c, self.division.alone, self.submesh, self.mesh, count, self.count, (remat, worth), price
+            )
 
-    def _step_seconds(self) -> float:
-        """What a stage's share of the layers takes in a step, as far as is known."""
+    def _worth(self) -> float:
+        """Seconds per byte at which all the memory of a device is worth what a stage's share of the layers takes in a step."""
         costs = next(iter(self.known.values()))
-        return float(((costs.forward + costs.backward) * self.division.microbatches + costs.update).sum() / self.count)
+        seconds = ((costs.forward + costs.backward) * self.division.microbatches + costs.update).sum() / self.count
+        return float(seconds) / self.budget
+
+    def prices(self, worth: float) -> tuple[float, ...]:
+        """The prices of memory at which a stage is planned whose layers have been at this one: the same, then dearer."""
+        return tuple(w * self._worth() for w in (worth, *(w for w in (SPARING, DEAR, 10 * DEAR) if w > worth)))
 
     def _stages(self, formula: Formula, memory: float | None, ways: Sequence[tuple[str, float]]) -> StagePlan:
         any_mode = self.known[ways[0]]

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.compiler.candidate import Candidate
 from autopar.compiler.compilation import Compilation, logical_meshes
-from autopar.compiler.sketch import Division, Sketch, Table
+from autopar.compiler.sketch import FEW_OPS, Division, Sketch, Table
 from autopar.compiler.stage_plan import plan_of
 from autopar.errors import AutoparError, InfeasibleError, MicrobatchError, SolverError, UsageError
 from autopar.interop import fine_layers, ops_of
@@ -24,9 +24,6 @@ IN_TIME = ("eager_1f1b", "zero_bubble", "1f1b")
 
 MOST = 4
 """Sketches of which the stages are planned."""
-
-FEW_OPS = 2_000
-"""Ops of a stage up to which it is asked what exactly to make again: it takes many solves."""
 
 LIKELY = 4
 """Microbatches per stage that are tried first."""
@@ -122,7 +119,7 @@ class StageSearch:
             for name in _schedules(self.c):
                 formula = Formula(name, microbatches, _chunks(self.c))
                 try:
-                    found = table.sketch(formula)
+                    found = table.sketch(formula, below=min((s.seconds for s in self.sketches), default=float("inf")))
                 except InfeasibleError as error:
                     self.refused.append(error)
                     self.beyond += table.beyond(formula)
@@ -131,6 +128,8 @@ class StageSearch:
                     self.c.progress(f"{count} stages of {mesh}: {error}")
                     self.unanswered.append(error)
                     break
+                if found is None:
+                    continue
                 self.c.progress(f"{found}: about {found.seconds * 1e3:.4g} ms")
                 self.sketches.append(found)
                 least = min(least, found.seconds)
@@ -146,11 +145,12 @@ class StageSearch:
             seconds, n, sketch = heapq.heappop(heap)
             if best is not None and seconds >= best.seconds:
                 break
+            refused = len(self.refused)
             found = self._candidate(sketch)
             if (found is None or sketch.makes_again) and self.c.options.remat == "auto" and sketch.num_ops <= FEW_OPS:
                 found = _faster(found, self._candidate(sketch, "auto"))
             if found is None:
-                smaller = sketch.smaller()
+                smaller = sketch.smaller(self.refused[-1].peak_bytes) if len(self.refused) > refused else None
                 if smaller is not None:
                     heapq.heappush(heap, (smaller.seconds, n, smaller))
             best = _faster(best, found)
@@ -161,7 +161,8 @@ class StageSearch:
         """What holds less than sketches foretell may fit after all. Raises the least bad `InfeasibleError`."""
         best: Candidate | None = None
         for sketch in sorted([*self.sketches, *self.beyond], key=lambda s: s.fullest)[:MOST]:
-            best = _faster(best, self._candidate(sketch, "auto" if self.c.options.remat == "auto" else None, least))
+            exactly = self.c.options.remat == "auto" and sketch.num_ops <= FEW_OPS
+            best = _faster(best, self._candidate(sketch, "auto" if exactly else None, least))
         if best is not None:
             return best
         if self.refused:

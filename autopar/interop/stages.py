@@ -23,7 +23,8 @@ class Choice:
 
     `backward_s` is all of backward per microbatch, `weight_s` the part of it that makes gradients of weights; `update_s` is once per step:
     gradient reductions and the optimiser. `residual_bytes` per microbatch in flight, `fixed_bytes` all the time (parameters, optimiser,
-    accumulators, and what one microbatch needs while it runs). `label` is the caller's.
+    accumulators, and what one microbatch needs while it runs). `update_bytes` is all that is there while weights are updated, when no
+    microbatch is in flight. `label` is the caller's.
     """
 
     forward_s: float
@@ -33,6 +34,7 @@ class Choice:
     fixed_bytes: float = 0.0
     residual_bytes: float = 0.0
     label: Any = None
+    update_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from autopar.ir.problem import Floats, Ints
 from autopar.schedule.costs import Transfer
 from autopar.schedule.formulas import Flight, Formula, HopSeconds, StageSeconds
 
-FIELDS = ("forward_s", "backward_s", "weight_s", "update_s", "fixed_bytes", "residual_bytes")
+FIELDS = ("forward_s", "backward_s", "weight_s", "update_s", "fixed_bytes", "residual_bytes", "update_bytes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,7 @@ class Tables:
     seconds: StageSeconds
     fixed: Floats
     residual: Floats
+    update: Floats
     enters: Floats
     leaves: Floats
     hops: HopSeconds
@@ -45,7 +46,7 @@ class Tables:
     def nbytes(self, flight: Flight) -> Floats:
         """A bound on each choice's bytes, where so much is in flight."""
         found = flight.nbytes(self.fixed, self.residual, self.enters[:, :, None], self.leaves[:, :, None])
-        return np.where(np.isfinite(self.seconds.forward), found, np.inf)
+        return np.where(np.isfinite(self.seconds.forward), np.maximum(found, self.update), np.inf)
 
 
 def tables(chain: Chain, grid: Grid, oracle: Oracle, microbatches: int) -> Tables:
@@ -71,6 +72,7 @@ def tables(chain: Chain, grid: Grid, oracle: Oracle, microbatches: int) -> Table
         StageSeconds(*values[:4]),
         values[4],
         values[5],
+        values[6],
         crossing[starts],
         crossing[stops],
         _hops(grid, forward, backward),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,14 +12,14 @@ from autopar.costs import Pricer
 from autopar.errors import CheckError, InfeasibleError
 from autopar.intraop import solvers
 from autopar.intraop.enumerate import Layout, Pins, enumerate_problem
-from autopar.intraop.evaluate import Infeasible, evaluate, live_at
+from autopar.intraop.evaluate import Infeasible, evaluate, live_at, usage_over_time
 from autopar.intraop.lift import lift
 from autopar.intraop.networks import tighten
 from autopar.intraop.price import Price, price_plan
 from autopar.intraop.shape import Shape
 from autopar.ir.graph import Graph
 from autopar.ir.plan import ShardingPlan, Solve
-from autopar.ir.problem import Problem, Solution
+from autopar.ir.problem import Problem, Solution, Status
 
 Progress = Callable[[str], None]
 
@@ -28,13 +28,14 @@ Progress = Callable[[str], None]
 class SolveOptions:
     """How to solve: `solver` (`highs` or `pulp`), seconds per mesh, relative gap at which an answer is taken as optimal.
 
-    With `memory_price` what is held when backward begins costs so many seconds per byte: an answer that spares memory, without a proof.
+    With a `memory_price` memory is not stated, but what is held when backward begins costs so many seconds per byte; an answer that does
+    not fit is none. By weak duality no plan that fits costs less than the bound of that less what the whole budget costs.
     """
 
     solver: str = "highs"
     time_limit_s: float | None = None
     gap: float = 1e-4
-    memory_price: float = 0.0
+    memory_price: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,7 @@ class Chosen:
     """The plan for one logical mesh, with its price, its proof, and what is live at its memory peak.
 
     `shape` is that of the program with the values `recomputed` made again. Where `memory_rows` is 0, memory decided nothing.
+    `peaks` are those up to the end of the last loop, and after it.
     """
 
     plan: ShardingPlan
@@ -55,6 +57,7 @@ class Chosen:
     recomputed: tuple[int, ...] = ()
     enumerate_s: float = 0.0
     solve_s: float = 0.0
+    peaks: tuple[int, int] = (0, 0)
 
 
 def choose_on(
@@ -73,15 +76,21 @@ def choose_on(
     enumerated = clock()
     progress(f"mesh {pricer.mesh}: {problem.num_choices + len(problem.side)} variables, {len(problem.rows)} rows")
     try:
-        asked = _weighed(problem, options.memory_price, shape.graph) if options.memory_price else problem
-        solution = solvers.solve(asked, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=least)
+        if options.memory_price is None:
+            solution = solvers.solve(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=least)
+        else:
+            solution = _sparing(problem, options.memory_price, options, shape.graph)
     except Infeasible as error:
         raise _infeasible(error, problem, layout) from None
     solution = _tight(layout, solution)
     plan = lift(layout, solution)
     price = price_plan(shape.graph, shape.rules, plan, pricer, shape.charges, shape.streamed)
-    solution = _checked(solution, price) if not options.memory_price else replace(solution, objective=price.total_s, bound=0.0)
     evaluation = evaluate(problem, solution.choice, solution.side)
+    if options.memory_price is None:
+        solution = _checked(solution, price)
+    else:
+        solution = _by_duality(solution, price, evaluation.peak_bytes, problem, options)
+    usage, end = usage_over_time(problem, solution.choice, solution.side), _after_loops(shape.graph)
     return Chosen(
         plan,
         pricer,
@@ -94,20 +103,55 @@ def choose_on(
         (),
         enumerated - begin,
         clock() - enumerated,
+        (int(usage[:end].max(initial=0.0)), int(usage[end:].max(initial=0.0))),
     )
 
 
-def _weighed(problem: Problem, price: float, graph: Graph) -> Problem:
-    """The problem in which each byte that is held when backward begins costs so many seconds."""
-    time = next((i for i, op in enumerate(graph.ops) if op.phase == "backward"), len(graph.ops) // 2)
+def _after_loops(graph: Graph) -> int:
+    """The first op after all loops."""
+    return max((last for _, last in graph.spans.values()), default=-1) + 1
+
+
+def _sparing(problem: Problem, price: float, options: SolveOptions, graph: Graph) -> Solution:
+    """The best answer where each byte that is held costs so many seconds: when backward begins, and when most is held if that is later.
+
+    Its bound is one for answers that fit the budget: at each of these times they save at most its price.
+    """
+    times = [next((i for i, op in enumerate(graph.ops) if op.phase == "backward"), len(graph.ops) // 2)]
+    while True:
+        weighed = _weighed(problem, price, times)
+        found = solvers.solve(weighed, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=False)
+        peak = evaluate(problem, found.choice, found.side).peak_time
+        if not price or len(times) == 2 or peak < _after_loops(graph):
+            return replace(found, bound=found.bound - price * len(times) * (problem.budget or 0.0), memory_rows=len(times) * (price > 0))
+        times.append(peak)
+
+
+def _by_duality(solution: Solution, price: Price, peak: float, problem: Problem, options: SolveOptions) -> Solution:
+    """The answer of a weighed problem as one of the problem itself. Raises `InfeasibleError` where it does not fit."""
+    weight, budget = options.memory_price or 0.0, problem.budget or 0.0
+    if peak > budget:
+        raise InfeasibleError(
+            f"a plan that spares memory at {weight:.3g} s per byte still takes {peak:,.0f} of {budget:,.0f} bytes per device.",
+            peak_bytes=int(peak),
+            budget_bytes=int(budget),
+        )
+    bound = min(price.total_s, max(0.0, solution.bound))
+    status: Status = "optimal" if price.total_s - bound <= options.gap * price.total_s else "feasible"
+    return replace(solution, objective=price.total_s, bound=bound, status=status)
+
+
+def _weighed(problem: Problem, price: float, times: Sequence[int]) -> Problem:
+    """The problem in which each byte that is held at these times costs so many seconds."""
     costs = [cost.copy() for cost in problem.node_costs]
     for usage in problem.usages:
-        if usage.start <= time < usage.stop:
-            costs[usage.node] += price * usage.nbytes
+        costs[usage.node] += price * usage.nbytes * sum(usage.start <= time < usage.stop for time in times)
     side = problem.side
-    held = (side.usage_start <= time) & (time < side.usage_stop)
-    added = np.bincount(side.usage_column[held], side.usage_bytes[held], minlength=len(side))
-    return replace(problem, node_costs=tuple(costs), side=replace(side, cost=side.cost + price * added))
+    added = np.zeros(len(side))
+    for time in times:
+        held = (side.usage_start <= time) & (time < side.usage_stop)
+        added += np.bincount(side.usage_column[held], side.usage_bytes[held], minlength=len(side))
+    return replace(problem, node_costs=tuple(costs), side=replace(side, cost=side.cost + price * added), budget=None, usages=())
 
 
 def _tight(layout: Layout, solution: Solution) -> Solution:

@@ -111,6 +111,7 @@ class _Enumerator:
         self.graphs: dict[Any, StateGraph] = {}
         ops = self.graph.ops
         self.rounds = {ops[j].operands[0]: ops[i].results[0] for i, j in self.graph.goes_round if ops[j].primitive == "loop_exit"}
+        self.exits = {begin: i for i, begin in self.graph.begins.items()}
         self.last_phase = [op.phase for op in self.graph.ops] + ["update"]
 
     def run(self) -> tuple[Problem, Layout]:
@@ -473,8 +474,8 @@ class _Enumerator:
             member = self._member(v, value, wanted)
             last = max(last, member.early if self._layers(v, value, wanted) == 2 else member.last)
         op = self.graph.ops[p]
-        if op.primitive == "loop_carry":
-            last = max(last, self.graph.spans[op.param("region")][1])
+        if op.primitive == "loop_carry":  # what leaves the loop is what it has carried, in the same place
+            last = max(last, self.exits.get(p, self.graph.spans[op.param("region")][1]))
         start = self.graph.spans[op.param("region")][0] if op.primitive == "loop_stack" else p
         return start, min(last, self.end) + 1
 
