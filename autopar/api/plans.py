@@ -290,11 +290,14 @@ def plan_traced(
 
 
 def check_callable(function: Any) -> None:
-    """Raise `UsageError` for what is no function."""
-    if not callable(function):
-        looks_like_mesh = isinstance(function, (str, os.PathLike, Mesh, Cluster))
+    """Raise `UsageError` for what is no function, or one whose call does not run its body."""
+    looks_like_mesh = isinstance(function, (str, os.PathLike, Mesh, Cluster))  # a Mesh can be called, as a decorator
+    if looks_like_mesh or not callable(function):
         way_out = "write `parallelize(mesh=...)`" if looks_like_mesh else "pass the training step itself, not its result"
         raise UsageError(f"autopar plans functions, and {type(function).__name__} is not callable: {way_out}.")
+    if any(test(function) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)):
+        name = getattr(function, "__name__", repr(function))
+        raise UsageError(f"`{name}` is a generator or a coroutine: a call does not run its body. Return the results from a plain function.")
 
 
 def check_arguments(args: Any, kwargs: Any = None) -> None:

@@ -30,7 +30,7 @@ STEPS = 3
 def verify(
     target: Annotated[str, typer.Argument(metavar="TARGET|PLAN", help="A target, or the .json file of a plan for one.")],
     options: Callable[[], Options],
-    cluster: Annotated[str | None, typer.Option("--cluster", metavar="C", help="What to plan for; a plan file says it itself.")] = None,
+    cluster: Annotated[str | None, typer.Option("--cluster", metavar="C", help="What to plan for; a plan file knows.")] = None,
     compiler: Annotated[str | None, typer.Option("--compiler", metavar="NAME", help="tpu or cuda: compile for hardware not here.")] = None,
     batch: Batch = None,
     keyword: Keyword = None,
@@ -45,8 +45,8 @@ def verify(
         name, where = (saved.data.target, str(saved.data.cluster["name"])) if saved else (target, cluster or "host:8")
         if compiler is not None:
             _surround()
-        elif saved is None or cluster is None:
-            simulate(where)
+        else:
+            simulate(cluster or where)
         loaded = load_target(name, batch, keyword_arguments(keyword or ()), abstract=compiler is not None)
         plan = saved or make_plan(loaded, where, options())
         report.show(brief_table(plan.data), "")

@@ -138,8 +138,8 @@ def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
             raise UsageError(f"`{name}` is a shape, and running a step takes arrays. `step.plan` and `step.lower` take shapes.")
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise StateError(
-                f"`{name}` was donated to an earlier step and is gone. Pass the state that the last step returned, or keep the old "
-                "one with Options(donate=False)."
+                f"`{name}` was donated to an earlier step and is gone, or was deleted. Pass the state that the last step returned, or keep "
+                "the old one with Options(donate=False)."
             )
 
 

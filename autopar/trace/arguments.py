@@ -123,7 +123,7 @@ def _wrap(args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[int]
 def _check_static(value: Any, where: str) -> None:
     try:
         hash(value)
-    except TypeError:
+    except Exception:
         raise UsageError(
             f"{where} is static but {type(value).__name__} is not hashable, so calls with it cannot be told apart. "
             "Pass a hashable value (a tuple instead of a list), or leave the argument out of static_argnums / static_argnames."
@@ -156,7 +156,7 @@ def _path(index: int, wrapped: Any) -> str:
 def _check_hashable(leaf: Any, index: int, wrapped: Any) -> None:
     try:
         hash(leaf)
-    except TypeError:
+    except Exception:
         raise UsageError(
             f"the argument leaf at {_path(index, wrapped)} is a {type(leaf).__name__}: neither an array nor hashable, so it can be neither "
             "traced nor static. Register its class as a pytree, turn it into arrays, or pass it through a closure."

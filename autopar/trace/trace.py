@@ -134,7 +134,7 @@ def _dropped(line: str) -> str:
 
 
 def _shapes(signature: arguments.Signature) -> str:
-    shown = [f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype, _ in signature.avals]
+    shown = [f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype, _ in signature.avals] or ["no arrays"]
     return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more leaves" if len(shown) > 6 else "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -42,6 +43,20 @@ def test_what_is_no_function():
         autopar.parallelize("fast-link:8")
     with pytest.raises(UsageError, match="not callable"):
         autopar.plan({}, (W, X), "fast-link:8")
+    with pytest.raises(UsageError, match=r"Mesh is not callable: write `parallelize\(mesh=...\)`"):
+        autopar.parallelize(jax.make_mesh((8,), ("x",)))
+
+
+def test_functions_whose_call_does_not_run_their_body():
+    def generator(w, x):
+        yield w
+
+    async def coroutine(w, x):
+        return w
+
+    for function in (generator, coroutine, partial(generator, W)):
+        with pytest.raises(UsageError, match="is a generator or a coroutine"):
+            autopar.parallelize(function, "fast-link:8")
 
 
 def test_a_misspelt_cluster_names_the_one_that_was_meant():
@@ -111,8 +126,13 @@ def test_unhashable_leaves():
     class Table:
         __hash__ = None
 
-    with pytest.raises(UsageError, match=r"\['table'\] is a Table: neither an array nor hashable"):
-        plan(args=({"table": Table()}, X))
+    class Closed:
+        def __hash__(self):
+            raise NotImplementedError
+
+    for leaf in (Table(), Closed()):
+        with pytest.raises(UsageError, match=r"\['table'\] is a (Table|Closed): neither an array nor hashable"):
+            plan(args=({"table": leaf}, X))
 
 
 def test_shapes_where_arrays_are_needed():

@@ -140,6 +140,15 @@ def test_a_run_whose_numbers_differ_exits_with_1(monkeypatch, step_file):
     assert json.loads(done.stdout)["checks"]["numbers"]["agree"] is False
 
 
+@pytest.mark.parametrize("flags, cluster", [((), "fast-link:2"), (("--cluster", "slow-link:4"), "slow-link:4")])
+def test_a_saved_plan_is_verified_on_simulated_devices_of_its_cluster_or_the_one_given(saved, monkeypatch, flags, cluster):
+    simulated = []
+    monkeypatch.setattr("autopar.cli.verifying.simulate", simulated.append)
+    done = autopar("verify", str(saved / "cut.json"), *flags)
+    assert done.exit_code == 0, done.output
+    assert simulated == [cluster]
+
+
 def test_a_plan_is_explained_and_compared(saved):
     whole = autopar("explain", str(saved / "cut.json"))
     assert whole.exit_code == 0
