@@ -14,8 +14,9 @@ from autopar.errors import AutoparError, InfeasibleError, MicrobatchError, Solve
 from autopar.interop import find_layers, ops_of
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import STAGE_AXIS
-from autopar.runtime.program import in_layers
+from autopar.runtime.program import in_layers, in_pieces
 from autopar.schedule import build
+from autopar.trace.parts import even_borders
 from autopar.trace.roles import batch_leaves
 
 IN_TIME = ("eager_1f1b", "zero_bubble", "1f1b")
@@ -27,7 +28,8 @@ def plan_in_stages(c: Compilation, count: int) -> Compilation:
     chunks = c.interleave if c.options.schedule == "interleaved" else 1
     submesh, meshes = _submeshes(c, count)
     begin = time.perf_counter()
-    ops = ops_of(c.traced.graph, c.traced.roles.carried)
+    step = in_pieces(c.traced, lambda length: even_borders(length, count * chunks), c.options.batch_argnums)
+    ops = ops_of(step.graph, step.roles.carried)
     layers = find_layers(ops, count * chunks)
     best: Candidate | None = None
     refused: list[InfeasibleError] = []
@@ -36,7 +38,7 @@ def plan_in_stages(c: Compilation, count: int) -> Compilation:
     for microbatches in _counts(c, count):
         before = best.seconds if best else float("inf")
         c.progress(f"{count} stages, {microbatches} microbatches")
-        layered = in_layers(c.traced, layers, microbatches, c.options.batch_argnums, c.options.accumulate_dtype)
+        layered = in_layers(step, layers, microbatches, c.options.batch_argnums, c.options.accumulate_dtype)
         cuts: dict[bool, Cut] = {}
         for mesh in meshes:
             for name in _schedules(c):

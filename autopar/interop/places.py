@@ -131,7 +131,7 @@ class Places:
             if unit.kind == "before" and pure:
                 found.add(n)
                 known.update(self.made(n))
-            elif unit.kind == "after" and pure and all(v in known for v in self.outer(n)) and not self._is_state(n):
+            elif unit.kind == "after" and pure and all(v in known for v in self.outer(n)) and not self._has_place(n):
                 found.add(n)
                 known.update(self.made(n))
             elif unit.kind == "inside" and pure and all(self._is_plain(v, found) for v in self.outer(n)):
@@ -140,9 +140,12 @@ class Places:
                     found.add(n)
         return found
 
-    def _is_state(self, n: int) -> bool:
-        """Whether a unit makes what the step gives back: that has one place."""
-        return not self.graph.output_values.isdisjoint(self.made(n))
+    def _has_place(self, n: int) -> bool:
+        """Whether a unit makes what the step gives back, or less of a layer's own state than that is: each has one place."""
+        if not self.graph.output_values.isdisjoint(self.made(n)):
+            return True
+        read, made = (sum(self.graph.avals[v].size for v in values) for values in (self.outer(n), self.made(n)))
+        return read > max(made, SMALL) and any(self.graph.ops[i].part >= 0 for i in self.units[n].ops)
 
     def _is_plain(self, v: int, shared: set[int]) -> bool:
         n = self.unit_of.get(v)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from autopar import rules
+from autopar.emit.localise import localise
 from autopar.emit.lower import lower
 from autopar.emit.place import Place
 from autopar.errors import MicrobatchError, PlanError
@@ -29,6 +30,7 @@ from autopar.trace.program import Equation
 from autopar.trace.recompute import recompute, repeatable
 from autopar.trace.roles import batch_groups
 from autopar.trace.trace import Traced
+from autopar.trace.unstack import unstack
 
 
 def planned(traced: Traced, plan: Plan) -> Traced:
@@ -87,6 +89,19 @@ def _separated(graph: Graph, found: Sequence[ShardingRule], groups: Sequence[Seq
     raise refused[0]
 
 
+def in_pieces(traced: Traced, cut: Callable[[int], Sequence[int]], batch_argnums: Sequence[int] = ()) -> Traced:
+    """The step whose scans over layers run in pieces between the borders `cut(length)`."""
+    state = sorted({i for i, _ in traced.roles.carried})
+    every = range(len(traced.graph.inputs) - traced.graph.num_constants)
+    groups = batch_groups(traced.signature, traced.roles, traced.graph, batch_argnums)
+    found = traced
+    for weights in (state, *([k for k in every if k not in batch] for batch in groups)):
+        found = unstack(traced, lambda length: tuple(cut(length)), weights, localise)
+        if found.pieces.borders or found.pieces.notes:
+            break
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Staged:
     """A step in pipeline stages: the whole of it as a loop over microbatches, and each stage's share."""
@@ -126,9 +141,11 @@ def in_layers(
 
 def staged(traced: Traced, plan: Plan) -> Staged:
     """The stages that a plan is for. Raises `PlanError` where the plan asks for what its program does not allow."""
-    ops = ops_of(traced.graph, traced.roles.carried)
     options = plan.options
+    borders = {cut[-1]: cut for cut in plan.scans}
     try:
+        traced = in_pieces(traced, lambda length: borders.get(length, (0, length)), options.get("batch_argnums", ()))
+        ops = ops_of(traced.graph, traced.roles.carried)
         layers = layers_at(ops, plan.layers)
         layered = in_layers(traced, layers, plan.microbatches, options.get("batch_argnums", ()), str(options.get("accumulate_dtype", "")))
     except (MicrobatchError, IndexError) as error:
