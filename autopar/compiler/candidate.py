@@ -117,8 +117,20 @@ class Candidate:
             for port in stage.sends:
                 if port.other < n:
                     pins[-1 - port.position] = (self._lies_received(found[port.other], port.value, n),)
+            pins |= self._alike(stage, found)
             found.append(self._stage(n, stage, pins))
         return found
+
+    def _alike(self, stage: StageGraph, before: Sequence[Solved]) -> dict[int, tuple[TensorSharding, ...]]:
+        """Parts of a leaf lie as an equal part on a stage before does, so that all of them are one array."""
+        where = {k: (s, n) for s in before for n, k in enumerate(s.stage.leaves)}
+        pins: dict[int, tuple[TensorSharding, ...]] = {}
+        for parts in self.staged.whole.pieces.inputs.values():
+            for n, k in enumerate(stage.leaves):
+                other = next((where[q] for q in parts.positions if q in where), None) if k in parts.positions else None
+                if other is not None and (solved := other[0]).graph.avals[solved.graph.inputs[other[1]]] == stage.graph.avals[stage.graph.inputs[n]]:
+                    pins[stage.graph.inputs[n]] = (solved.chosen.plan.inputs[other[1]],)
+        return pins
 
     def _lies_sent(self, solved: Solved, value: int, to: int) -> TensorSharding:
         port = next(p for p in solved.stage.sends if p.value == value and p.other == to)

@@ -18,7 +18,7 @@ from autopar.interop import Layers, layers_at, ops_of
 from autopar.interop.apart import summed_apart
 from autopar.interop.split import StageGraph, microbatch_loop, split
 from autopar.ir.check import check_plan
-from autopar.ir.graph import Aval, Graph, Op
+from autopar.ir.graph import Aval, Constant, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
 from autopar.ir.rule import ShardingRule
@@ -69,10 +69,16 @@ def _divided(traced: Traced, count: int, batch_argnums: Sequence[int], accumulat
             "leaves that share their first dimension. Name the batch with `batch_argnums`, or use microbatches=1."
         )
     graph = traced.graph
-    found = tuple(rules.rule_for(op, graph.aval) for op in graph.ops)
+    found = tuple(_rule_over_time(op, graph) for op in graph.ops)
     parts = _separated(graph, found, groups, count)
     divided = divide(graph, traced.program, found, parts, _lower, accumulate_dtype == "as_written")
     return replace(traced, graph=divided.graph, program=divided.program)
+
+
+def _rule_over_time(op: Op, graph: Graph) -> ShardingRule:
+    """The rule of an op; a loop that begins with a literal may add up from there, where the literal counts in the first microbatch."""
+    begins = op.primitive == "loop_carry" and isinstance(op.operands[0], Constant)
+    return rules.rule_for(replace(op, operands=op.results) if begins else op, graph.aval)
 
 
 def _separated(graph: Graph, found: Sequence[ShardingRule], groups: Sequence[Sequence[int]], count: int) -> Separation:

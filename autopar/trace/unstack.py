@@ -105,6 +105,8 @@ class _Unstacker:
         self.closed, self.found, self.borders, self.localise = closed, found, borders, localise
         self.writer = compat.Writer()
         self.held: dict[Any, _Held] = {}
+        self.in_parts: set[int] = set()
+        """Equations that make parts, by number."""
 
     def unstacked(self, traced: Traced, weights: Collection[int], notes: tuple[str, ...]) -> Traced:
         jaxpr = self.closed.jaxpr
@@ -115,6 +117,7 @@ class _Unstacker:
             self._equation(i, e)
         pairs = {o: inputs.get(i) for i, o in traced.roles.carried}
         outvars, outputs = self._outputs(pairs)
+        self.writer.equations = _late(self.writer.equations, self.in_parts, {*invars, *jaxpr.constvars})
         closed = self.writer.program(invars, outvars, self.closed)
         names = traced.graph.input_names[: len(traced.graph.inputs) - traced.graph.num_constants], traced.graph.output_names
         flat = flatten(closed, _names(names[0], inputs), _names(names[1], outputs))
@@ -200,11 +203,13 @@ class _Unstacker:
         if held.stack == stack:
             return held.parts[n]
         if (stack, n) not in held.slices:
+            first = len(self.writer.equations)
             begin, end = self._borders(atom, stack)[n : n + 2]
             (found,) = self.writer.call(
                 lambda x: [lax.slice_in_dim(x, begin, end, axis=stack.dimension)], [self._whole(atom, reader)], reader
             )
             held.slices[stack, n] = found
+            self.in_parts.update(range(first, len(self.writer.equations)))
         return held.slices[stack, n]
 
     # Equations
@@ -251,11 +256,13 @@ class _Unstacker:
 
     def _in_parts(self, e: Any, rule: ShardingRule, factor: str, length: int) -> None:
         """An op part by part."""
+        first = len(self.writer.equations)
         stacks = [Stack(d, length) for v in e.outvars for w, d in places(rule, e.outvars, rule.results, factor) if w is v]
         results = [self._run(e, rule, factor, length, n, [self._shapes(v, s)[n] for v, s in zip(e.outvars, stacks, strict=True)])
                    for n in range(len(self.borders[length]) - 1)]  # fmt: skip
         for v, stack, parts in zip(e.outvars, stacks, zip(*results, strict=True), strict=True):
             self.held[v] = _Held(None, stack, tuple(parts))
+        self.in_parts.update(range(first, len(self.writer.equations)))
 
     def _run(self, e: Any, rule: ShardingRule, factor: str, length: int, n: int, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         """An op on part n, with results of these shapes."""
@@ -330,6 +337,26 @@ class _Unstacker:
 
     def _nothing(self, aval: Any, like: Any) -> Any:
         return self.writer.call(lambda: [lax.full(aval.shape, 0, aval.dtype)], [], like)[0]
+
+
+def _late(equations: Sequence[Any], movable: Collection[int], inputs: Collection[Any]) -> list[Any]:
+    """Equations in an order in which what is made of inputs alone, in parts, comes just before it is first read: a part that is cast for
+    the last piece belongs to its layers, though all parts are cast before the first one.
+    """
+    fixed = set(inputs)
+    moving = []
+    for i, e in enumerate(equations):
+        if all(compat.is_literal(v) or v in fixed for v in e.invars) and not e.effects:
+            fixed.update(e.outvars)
+            moving += [i] if i in movable else []
+    reader: dict[Any, int] = {}
+    place = list(range(len(equations)))
+    movers = set(moving)
+    for i in reversed(range(len(equations))):
+        if i in movers:
+            place[i] = min((reader[v] for v in equations[i].outvars if v in reader), default=i)
+        reader.update((v, place[i]) for v in equations[i].invars if not compat.is_literal(v) and reader.get(v, place[i]) >= place[i])
+    return [equations[i] for i in sorted(range(len(equations)), key=lambda i: (place[i], i))]
 
 
 def _names(names: Sequence[str], parts: Mapping[int, Parts]) -> tuple[str, ...]:
