@@ -189,7 +189,8 @@ class ParallelStep:
                 if leaf.role == "state":
                     known.setdefault(leaf.path, leaf)
         names = zip(traced.graph.input_names, (traced.graph.avals[v] for v in traced.graph.inputs), strict=True)
-        return {n: (known[n].parts or (known[n],))[0].sharding for n, aval in names if n in known and known[n].shape == aval.shape}
+        same = {n: known[n] for n, aval in names if n in known and known[n].shape == aval.shape}
+        return {n: (leaf.parts or (leaf,))[0].sharding for n, leaf in same.items()}
 
     def _executable(self, program: _Program) -> AnyExecutable:
         if program.executable is None:
@@ -270,13 +271,13 @@ class Compiled:
 
 def _by_mesh(executable: AnyExecutable, leaves: Sequence[Leaf]) -> list[tuple[Mesh, dict[int, NamedSharding]]]:
     """The meshes on which leaves lie, each with those that lie there, by position."""
-    staged = isinstance(executable, PipelineExecutable)
     found: dict[Mesh, dict[int, NamedSharding]] = {}
     for k, leaf in enumerate(leaves):
-        mesh = executable.stages[leaf.stage].mesh if staged else executable.mesh
-        spread = executable.spread_inputs.get(k) if staged else None
-        home = NamedSharding(mesh, partition_spec(leaf.sharding)) if spread is None else spread.home
-        found.setdefault(home.mesh, {})[k] = home
+        mesh = executable.stages[leaf.stage].mesh if isinstance(executable, PipelineExecutable) else executable.mesh
+        home = NamedSharding(mesh, partition_spec(leaf.sharding))
+        if isinstance(executable, PipelineExecutable) and k in executable.spread_inputs:
+            mesh, home = executable.spread_inputs[k].mesh, executable.spread_inputs[k].home
+        found.setdefault(mesh, {})[k] = home
     return list(found.items())
 
 

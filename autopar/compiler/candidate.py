@@ -110,7 +110,7 @@ class Candidate:
         """Each stage in order; what comes from stages before, and goes to them, lies as they have decided."""
         found: list[Solved] = []
         for n, stage in enumerate(self.staged.stages):
-            pins = {}
+            pins: dict[int, tuple[TensorSharding, ...]] = {}
             for port in stage.receives:
                 if port.other < n:
                     pins[stage.graph.inputs[port.position]] = (self._lies_sent(found[port.other], port.value, n),)
@@ -127,9 +127,10 @@ class Candidate:
         pins: dict[int, tuple[TensorSharding, ...]] = {}
         for parts in self.staged.whole.pieces.inputs.values():
             for n, k in enumerate(stage.leaves):
-                other = next((where[q] for q in parts.positions if q in where), None) if k in parts.positions else None
-                if other is not None and (solved := other[0]).graph.avals[solved.graph.inputs[other[1]]] == stage.graph.avals[stage.graph.inputs[n]]:
-                    pins[stage.graph.inputs[n]] = (solved.chosen.plan.inputs[other[1]],)
+                known = [where[q] for q in parts.positions if q in where] if k in parts.positions else []
+                for solved, m in known[:1]:
+                    if solved.graph.avals[solved.graph.inputs[m]] == stage.graph.avals[stage.graph.inputs[n]]:
+                        pins[stage.graph.inputs[n]] = (solved.chosen.plan.inputs[m],)
         return pins
 
     def _lies_sent(self, solved: Solved, value: int, to: int) -> TensorSharding:

@@ -46,7 +46,7 @@ def plan_of(found: Candidate, seconds: float) -> Plan:
         max((s.chosen for s in found.solved), key=lambda chosen: chosen.peak_bytes).live,
         (),
         plain_options(c.options),
-        (*c.traced.roles.notes, *found.staged.whole.pieces.notes),
+        (*c.traced.roles.notes, *found.staged.whole.pieces.notes, *_moved(found, inputs)),
         jax.__version__,
         stages=found.stages,
         layers=found.cut.begins,
@@ -72,7 +72,10 @@ def _leaves(found: Candidate) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
             taken.setdefault(k, (n, sharding))
         made.update({k: (n, sharding) for k, sharding in zip(solved.stage.results, plan.outputs, strict=False)})
     own = _own_positions(found)
-    inputs = [_leaf(graph, k, state, *taken.get(own.get(k, -1), (0, TensorSharding.replicated(graph.avals[v].ndim)))) for k, v in enumerate(graph.inputs)]
+    inputs = []
+    for k, v in enumerate(graph.inputs):
+        nowhere = 0, TensorSharding.replicated(graph.avals[v].ndim)
+        inputs.append(_leaf(graph, k, state, *taken.get(own.get(k, -1), nowhere)))
     outputs = []
     for k, o in enumerate(graph.outputs):
         n, sharding = made[k]
@@ -101,9 +104,23 @@ def _in_parts(found: Candidate, leaf: Leaf, parts: Parts | None, where: Mapping[
         for (n, sharding), span in zip((where.get(p, nowhere) for p in parts.positions), parts.spans, strict=True)
     ]
     home = home_of(placed, found.schedule.device_of)
-    everywhere = home is not None and home.groups == tuple(range(found.schedule.num_devices))
-    sharding = home.sharding if home is not None and everywhere else placed[0].sharding if home is not None else spread_over(leaf.shape, _mesh(found))
+    if home is None:
+        sharding = spread_over(leaf.shape, _mesh(found))
+    else:
+        everywhere = home.groups == tuple(range(found.schedule.num_devices))
+        sharding = home.sharding if everywhere else placed[0].sharding
     return replace(leaf, sharding=sharding, parts=tuple(placed))
+
+
+def _moved(found: Candidate, leaves: Sequence[Leaf]) -> tuple[str, ...]:
+    """What to say of state that no array holds as its stages have it."""
+    moved = [leaf for leaf in leaves if leaf.role == "state" and leaf.parts and home_of(leaf.parts, found.schedule.device_of) is None]
+    if not moved:
+        return ()
+    return (
+        f"{len(moved)} leaves, {moved[0].path} first, have unequal layers on their stages or several runs of them on one device, so each "
+        "step takes them apart and puts them together. Stages with equally many layers need not, but for interleaved ones.",
+    )
 
 
 def _mesh(found: Candidate) -> LogicalMesh:

@@ -98,6 +98,11 @@ class Leaf:
     stage: int = 0
     parts: tuple[Part, ...] = field(default=(), metadata=OMITTED)
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages on whose devices it lies."""
+        return tuple(sorted({p.stage for p in self.parts})) or (self.stage,)
+
 
 @dataclass(frozen=True)
 class Collective:

@@ -127,7 +127,6 @@ class PipelineExecutable:
         graph = traced.graph
         self.spread_inputs = {k: self._spread(graph.avals[graph.inputs[k]].shape, p, self._taken_by) for k, p in pieces.inputs.items()}
         self.spread_outputs = {k: self._spread(graph.aval(graph.outputs[k]).shape, p, self._made_by) for k, p in pieces.outputs.items()}
-        self.num_leaves, self.num_results = (1 + max((q for p in some.values() for q in p.positions), default=-1) for some in (pieces.inputs, pieces.outputs))
         state = {stage.run.stage.leaves[i] for stage in self.stages for i in stage.carried}
         self.spread_state = {k for k, spread in self.spread_inputs.items() if not state.isdisjoint(spread.positions)}
         self.sendings = self._sendings()
@@ -264,7 +263,7 @@ class PipelineExecutable:
                 flight.add(start.stage.start(start.program, start.microbatch))
                 if start.sending is not None:
                     self._send(start.sending, start.microbatch)
-            outputs: list[Any] = [None] * max(self.num_outputs, self.num_results)
+            outputs: list[Any] = [None] * (self.num_outputs + sum(len(spread.positions) - 1 for spread in self.spread_outputs.values()))
             for stage in self.stages:
                 for k, x in stage.outputs():
                     outputs[k] = x
@@ -289,19 +288,25 @@ class PipelineExecutable:
             values[k + m] = None
 
     def _in_parts(self, leaves: Sequence[Any], owned: Owned) -> Sequence[Any]:
-        """Leaves as stages have them. State that is not ours, or given twice, is copied: its parts are given up."""
+        """Leaves as stages have them. State that is not ours, or given twice, is copied: its parts are given up.
+
+        So is a leaf whose parts stages have in memory of their own.
+        """
         if not self.spread_inputs:
             return leaves
-        given = [*leaves, *[None] * (self.num_leaves - len(leaves))]
+        given = [*leaves, *[None] * sum(len(spread.positions) - 1 for spread in self.spread_inputs.values())]
         kept = Counter(id(x) for x in leaves)
         for k, spread in self.spread_inputs.items():
-            state = k in self.spread_state
-            copy = state and not (leaves[k] in owned and kept[id(leaves[k])] == 1)
-            kept[id(leaves[k])] -= state
+            state, leaf = k in self.spread_state, leaves[k]
+            ours = leaf in owned and kept[id(leaf)] == 1
+            kept[id(leaf)] -= state
             dtype = self.traced.graph.avals[self.traced.graph.inputs[k]].dtype
-            for position, part in zip(spread.positions, spread.split(put(leaves[k], dtype, spread.home, copy)), strict=True):
+            at_home = put(leaf, dtype, spread.home, copy=state and spread.direct and not ours)
+            for position, part in zip(spread.positions, spread.split(at_home), strict=True):
                 given[position] = part
                 owned.add(part)
+            if state and ours and not spread.direct:
+                leaf.delete()
         return given
 
     def _place(self, leaves: Sequence[Any], owned: Owned) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -148,6 +149,8 @@ def in_layers(
 def staged(traced: Traced, plan: Plan) -> Staged:
     """The stages that a plan is for. Raises `PlanError` where the plan asks for what its program does not allow."""
     options = plan.options
+    if any(len(cut) < 2 or cut[0] or any(a >= b for a, b in pairwise(cut)) for cut in plan.scans):
+        raise PlanError(f"the plan cuts scans at {plan.scans}: borders begin at 0 and grow.")
     borders = {cut[-1]: cut for cut in plan.scans}
     try:
         traced = in_pieces(traced, lambda length: borders.get(length, (0, length)), options.get("batch_argnums", ()))

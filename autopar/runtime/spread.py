@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 Index = tuple[tuple[int, int], ...]
 
@@ -27,12 +27,19 @@ class Spread:
     shardings: tuple[NamedSharding, ...]
     direct: bool
 
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the whole leaf."""
+        assert isinstance(self.home.mesh, Mesh)
+        return self.home.mesh
+
     def split(self, leaf: jax.Array) -> list[jax.Array]:
-        """The parts of a leaf that lies at home: where that is direct, the same memory."""
+        """The parts of a leaf that lies at home: where that is direct, the same memory, else memory of their own."""
         if not self.direct:
-            return [relaid([((0,) * len(self.shape), leaf)], self._shape(n), s, self._begin(n)) for n, s in enumerate(self.shardings)]
+            whole = [((0,) * len(self.shape), leaf)]
+            return [relaid(whole, self._shape(n), s, self._begin(n), fresh=True) for n, s in enumerate(self.shardings)]
         each = len(self.shardings[0].device_set)
-        found = []
+        found: list[jax.Array] = []
         for n, sharding in enumerate(self.shardings):
             blocks = [leaf.addressable_data(k) for k in range(n * each, (n + 1) * each)]
             found.append(jax.make_array_from_single_device_arrays(self._shape(n), sharding, blocks))
@@ -55,17 +62,22 @@ class Spread:
 
 
 def relaid(
-    sources: Sequence[tuple[tuple[int, ...], jax.Array]], shape: tuple[int, ...], sharding: NamedSharding, begin: tuple[int, ...]
+    sources: Sequence[tuple[tuple[int, ...], jax.Array]],
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    begin: tuple[int, ...],
+    fresh: bool = False,
 ) -> jax.Array:
     """An array of this shape and sharding whose first element stands at `begin`, of others that begin elsewhere in one whole.
 
-    Blocks that lie where they are needed are taken as they are.
+    Blocks that lie where they are needed are taken as they are, or copied to be `fresh`.
     """
     blocks = [block for start, array in sources for block in _blocks(start, array)]
     found = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         wanted = tuple((b + i.start, b + i.stop) for b, i in zip(begin, _plain(index, shape), strict=True))
-        found.append(_block(wanted, device, blocks))
+        block = _block(wanted, device, blocks)
+        found.append(block.copy() if fresh and any(block is b.data for b in blocks) else block)
     return jax.make_array_from_single_device_arrays(shape, sharding, found)
 
 
@@ -84,8 +96,9 @@ def _blocks(start: tuple[int, ...], array: jax.Array) -> Iterator[_Block]:
         yield _Block(index, shard.device, shard.data)
 
 
-def _plain(index: Sequence[slice], shape: Sequence[int]) -> list[slice]:
-    return [slice(*i.indices(n)) for i, n in zip(index, shape, strict=True)]
+def _plain(index: Sequence[slice] | None, shape: Sequence[int]) -> list[slice]:
+    """Slices with numbers for both ends."""
+    return [slice(*i.indices(n)) for i, n in zip(index or (), shape, strict=True)]
 
 
 def _block(wanted: Index, device: Any, blocks: Sequence[_Block]) -> Any:

@@ -233,10 +233,10 @@ class Writer:
 
     equations: list[Any] = field(default_factory=list)
 
-    def add(self, like: Any, operands: Sequence[Any], shapes: Sequence[tuple[int, ...]], params: Mapping[str, Any] | None = None) -> list[Any]:
-        """An equation like another on other operands, with results of these shapes; returns them."""
+    def add(self, like: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]], params: Mapping[str, Any]) -> list[Any]:
+        """An equation like another on other operands, with other parameters and results of these shapes; returns them."""
         results = [variable_like(v, shape) for v, shape in zip(like.outvars, shapes, strict=True)]
-        self.equations.append(like.replace(invars=list(operands), outvars=results, params=dict(params or like.params)))
+        self.equations.append(like.replace(invars=list(operands), outvars=results, params=dict(params)))
         return results
 
     def call(self, function: Callable[..., Any], operands: Sequence[Any], like: Any) -> list[Any]:

@@ -179,7 +179,7 @@ class _Search:
         """Scans that read weights layer by layer and cannot be cut."""
         for i, e in enumerate(self.jaxpr.eqns):
             inside = e.primitive.name != "scan" and self.length in set(_lengths(e))
-            known = parameters & self.marked if self.marked else parameters
+            known = self.marked.intersection(parameters) if self.marked else parameters
             reads = any(self.root((v, d)) in known for v in e.invars if not compat.is_literal(v) for d in range(v.aval.ndim))
             if inside and reads:
                 yield i, f"stands inside of a `{e.primitive.name}`"

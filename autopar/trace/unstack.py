@@ -43,7 +43,8 @@ _REDUCING = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "
 
 
 def unstack(traced: Traced, cut: Callable[[int], Borders], weights: Collection[int], localise: Localise) -> Traced:
-    """The step with its scans over layers cut at `cut(length)`, the borders of a scan of that length; `pieces` say which leaves are in parts.
+    """The step with its scans over layers cut at `cut(length)`, the borders of a scan of that length. Its `pieces` say which leaves are
+    in parts then.
 
     `weights` are the inputs that may be parameters, by position. What cannot be cut stays as it is, with a note.
     """
@@ -226,25 +227,29 @@ class _Unstacker:
             self._reduce(e, rule, *reduced)
         else:
             operands = [self._whole(v, e) for v in e.invars]
-            self._give_whole(e, self.writer.add(e, operands, [v.aval.shape for v in e.outvars]))
+            self._give_whole(e.outvars, self.writer.add(e, operands, [v.aval.shape for v in e.outvars], e.params))
 
-    def _give_whole(self, e: Any, results: Sequence[Any]) -> None:
-        self.held.update((v, _Held(new)) for v, new in zip(e.outvars, results, strict=True))
+    def _give_whole(self, old: Sequence[Any], results: Sequence[Any]) -> None:
+        self.held.update((v, _Held(new)) for v, new in zip(old, results, strict=True))
+
+    def _give_parts(self, v: Any, stack: Stack, parts: Sequence[Any]) -> None:
+        self.held[v] = _Held(None, stack, tuple(parts))
 
     def _factor(self, e: Any, rule: ShardingRule) -> tuple[str, int] | None:
         """The factor that counts the layers in all results, with their number."""
-        stacks = [self.found.values.get(v) for v in e.outvars]
-        if not stacks or stacks[0] is None:
-            return None
-        factor = major(rule.results[0][stacks[0].dimension], rule)
-        if factor is None or rule.method[factor] != "plain" or rule.size[factor] % stacks[0].length:
+        first = self.found.values.get(e.outvars[0]) if e.outvars else None
+        factor = major(rule.results[0][first.dimension], rule) if first is not None else None
+        if first is None or factor is None or not self._counts(rule, factor, first.length) or self._cut(rule, factor) is None:
             return None
         found = dict(places(rule, e.outvars, rule.results, factor))
-        alike = all(s is not None and s.length == stacks[0].length and found.get(v) == s.dimension for v, s in zip(e.outvars, stacks, strict=True))
-        cut = self._cut(e, rule, factor)
-        return (factor, stacks[0].length) if alike and cut is not None else None
+        alike = all(v in found and self.found.values.get(v) == Stack(found[v], first.length) for v in e.outvars)
+        return (factor, first.length) if alike else None
 
-    def _cut(self, e: Any, rule: ShardingRule, factor: str) -> list[int | None] | None:
+    def _counts(self, rule: ShardingRule, factor: str, length: int) -> bool:
+        """Whether blocks of a factor may be layers."""
+        return rule.method[factor] == "plain" and rule.size[factor] % length == 0
+
+    def _cut(self, rule: ShardingRule, factor: str) -> list[int | None] | None:
         """The dimension of each operand that a factor cuts into blocks; None where it stands inside of a dimension, or twice."""
         found: list[int | None] = []
         for dims in rule.operands:
@@ -257,16 +262,15 @@ class _Unstacker:
     def _in_parts(self, e: Any, rule: ShardingRule, factor: str, length: int) -> None:
         """An op part by part."""
         first = len(self.writer.equations)
-        stacks = [Stack(d, length) for v in e.outvars for w, d in places(rule, e.outvars, rule.results, factor) if w is v]
-        results = [self._run(e, rule, factor, length, n, [self._shapes(v, s)[n] for v, s in zip(e.outvars, stacks, strict=True)])
-                   for n in range(len(self.borders[length]) - 1)]  # fmt: skip
-        for v, stack, parts in zip(e.outvars, stacks, zip(*results, strict=True), strict=True):
-            self.held[v] = _Held(None, stack, tuple(parts))
+        shapes = [self._shapes(v, self.found.values[v]) for v in e.outvars]
+        results = [self._run(e, rule, factor, length, n, some) for n, some in enumerate(zip(*shapes, strict=True))]
+        for v, parts in zip(e.outvars, zip(*results, strict=True), strict=True):
+            self._give_parts(v, self.found.values[v], parts)
         self.in_parts.update(range(first, len(self.writer.equations)))
 
     def _run(self, e: Any, rule: ShardingRule, factor: str, length: int, n: int, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         """An op on part n, with results of these shapes."""
-        cut = self._cut(e, rule, factor)
+        cut = self._cut(rule, factor)
         assert cut is not None
         operands = [self._whole(v, e) if d is None else self._part(v, Stack(d, length), n, e) for v, d in zip(e.invars, cut, strict=True)]
         strategy, mesh = Strategy(((factor, (AXIS,)),)), LogicalMesh((AXIS,), (length,))
@@ -282,8 +286,9 @@ class _Unstacker:
         for v, dims in zip(e.invars, rule.operands, strict=True):
             stack = None if compat.is_literal(v) else self.held[v].stack
             factor = major(dims[stack.dimension], rule) if stack is not None else None
-            fits = factor in rule.reduced and rule.method[factor] == "plain" and rule.size[factor] % stack.length == 0 if stack else False
-            if factor is not None and stack is not None and fits and self._cut(e, rule, factor) is not None:
+            if stack is None or factor is None or factor not in rule.reduced:
+                continue
+            if self._counts(rule, factor, stack.length) and self._cut(rule, factor) is not None:
                 return factor, stack.length
         return None
 
@@ -300,7 +305,7 @@ class _Unstacker:
                 xs = tuple(lax.convert_element_type(x, jnp.dtype(wide)) for x in xs)
             return [lax.convert_element_type(reduce(_JOINS[kind], xs), dtype)]
 
-        self._give_whole(e, self.writer.call(join, parts, e))
+        self._give_whole(e.outvars, self.writer.call(join, parts, e))
 
     # Scans
 
@@ -309,31 +314,31 @@ class _Unstacker:
         inner, consts, carries = compat.scan_parts(e)
         fixed = [self._whole(v, e) for v in e.invars[:consts]]
         carry = [self._whole(v, e) for v in e.invars[consts : consts + carries]]
-        sums = compat.accumulators(e)
-        total: dict[int, list[Any]] = {k: [] for k in sums}
+        sums: dict[int, list[Any]] = {k: [] for k in compat.accumulators(e)}
         spans = list(enumerate(pairwise(self.borders[length])))
-        stacked: list[list[Any]] = [[] for _ in e.outvars[carries:]]
+        stacks: list[list[Any]] = [[] for _ in e.outvars[carries:]]
         for n, (begin, end) in reversed(spans) if e.params["reverse"] else spans:
             parts = [self._part(v, Stack(0, length), n, e) for v in e.invars[consts + carries :]]
-            shapes = [v.aval.shape for v in e.outvars[:carries]] + [(end - begin, *v.aval.shape[1:]) for v in e.outvars[carries:]]
-            unroll = e.params.get("unroll", 1)
-            params = dict(e.params) | {"length": end - begin, "unroll": unroll if isinstance(unroll, bool) else min(unroll, end - begin)}
-            results = self.writer.add(e, [*fixed, *carry, *parts], shapes, params)
+            results = self._piece(e, [*fixed, *carry, *parts], end - begin)
             carry = results[:carries]
-            for k in sums:
-                total[k].append(carry[k])
+            for k, found in sums.items():
+                found.append(carry[k])
                 carry[k] = self._nothing(inner.in_avals[consts + k], e)
-            for found, y in zip(stacked, results[carries:], strict=True):
-                found.append(y)
-        for k in sums:
-            (carry[k],) = self.writer.call(lambda *xs: [reduce(lax.add, xs)], total[k], e)
-        self._give_whole_carry(e, carry, carries)
-        for v, ys in zip(e.outvars[carries:], stacked, strict=True):
-            parts = ys[::-1] if e.params["reverse"] else ys
-            self.held[v] = _Held(None, Stack(0, length), tuple(parts))
+            for stack, y in zip(stacks, results[carries:], strict=True):
+                stack.append(y)
+        for k, found in sums.items():
+            (carry[k],) = self.writer.call(lambda *xs: [reduce(lax.add, xs)], found, e)
+        self._give_whole(e.outvars[:carries], carry)
+        for v, ys in zip(e.outvars[carries:], stacks, strict=True):
+            self._give_parts(v, Stack(0, length), ys[::-1] if e.params["reverse"] else ys)
 
-    def _give_whole_carry(self, e: Any, carry: Sequence[Any], carries: int) -> None:
-        self.held.update((v, _Held(new)) for v, new in zip(e.outvars[:carries], carry, strict=True))
+    def _piece(self, e: Any, operands: Sequence[Any], length: int) -> list[Any]:
+        """A scan of some of the layers."""
+        carries = compat.scan_parts(e)[2]
+        shapes = [v.aval.shape if k < carries else (length, *v.aval.shape[1:]) for k, v in enumerate(e.outvars)]
+        unroll = e.params.get("unroll", 1)
+        changed = {"length": length, "unroll": unroll if isinstance(unroll, bool) else min(unroll, length)}
+        return self.writer.add(e, operands, shapes, {**e.params, **changed})
 
     def _nothing(self, aval: Any, like: Any) -> Any:
         return self.writer.call(lambda: [lax.full(aval.shape, 0, aval.dtype)], [], like)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -213,3 +214,63 @@ STEPS |= {name: lambda tx=tx: trained(plain, tx) for name, tx in {
     "several steps": optax.MultiSteps(optax.adam(1e-2), 2),
 }.items()}  # fmt: skip
 WHOLE = {f.__name__: lambda f=f: trained(f) for f in (counted, repeated, hidden)}
+
+
+class Block(flax.linen.Module):
+    """A transformer's block as flax scans it: pre-norm attention and perceptron, with dropout."""
+
+    rate: float = 0.1
+
+    @flax.linen.compact
+    def __call__(self, x, _):
+        wide = {"param_dtype": jnp.float64, "dtype": jnp.float64}
+        kept = flax.linen.Dropout(self.rate, deterministic=False)
+        norm = flax.linen.LayerNorm(**wide)
+        mask = flax.linen.make_causal_mask(x[..., 0])
+        x = x + kept(flax.linen.MultiHeadDotProductAttention(2, deterministic=True, **wide)(norm(x), mask=mask))
+        h = flax.linen.gelu(flax.linen.Dense(4 * x.shape[-1], **wide)(flax.linen.LayerNorm(**wide)(x)))
+        return x + kept(flax.linen.Dense(x.shape[-1], **wide)(h)), None
+
+
+class Gpt(flax.linen.Module):
+    """Tied embeddings around scanned blocks, each under `remat` where asked for; `axis` is where the stacked weights count layers."""
+
+    layers: int = 4
+    vocabulary: int = 32
+    width: int = 16
+    remat: bool = False
+    axis: int = 0
+
+    @flax.linen.compact
+    def __call__(self, tokens):
+        embed = flax.linen.Embed(self.vocabulary, self.width, param_dtype=jnp.float64, dtype=jnp.float64)
+        where = self.param("where", flax.linen.initializers.normal(0.02), (tokens.shape[1], self.width), jnp.float64)
+        block = flax.linen.remat(Block, prevent_cse=False) if self.remat else Block
+        rngs = {"params": True, "dropout": True}
+        scanned = flax.linen.scan(block, variable_axes={"params": self.axis}, split_rngs=rngs, length=self.layers)
+        x, _ = scanned(name="blocks")(embed(tokens) + where, None)
+        return embed.attend(flax.linen.LayerNorm(param_dtype=jnp.float64, dtype=jnp.float64)(x))
+
+
+def gpt(layers=4, examples=8, length=8, **fields):
+    """A GPT of flax linen with adamw, clipping by global norm and dropout, in float64."""
+    model = Gpt(layers, **fields)
+    tokens = np.random.default_rng(2).integers(0, model.vocabulary, (examples, length + 1))
+
+    def loss(params, key, tokens):
+        logits = model.apply({"params": params}, tokens[:, :-1], rngs={"dropout": key})
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def step(state, tokens):
+        params, opt, key = state
+        key, mine = jax.random.split(key)
+        value, grads = jax.value_and_grad(loss)(params, mine, tokens)
+        updates, opt = CLIPPED.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt, key), {"loss": value, "norm": optax.global_norm(grads)}
+
+    params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, tokens[:, :-1])["params"]
+    params = jax.tree.map(np.asarray, params)
+    return step, ((params, CLIPPED.init(params), jax.random.key(7)), tokens)
+
+
+STEPS |= {"gpt": gpt, "gpt remat": lambda: gpt(remat=True), "gpt axis 1": lambda: gpt(axis=1)}
