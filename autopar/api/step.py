@@ -273,10 +273,11 @@ def _by_mesh(executable: AnyExecutable, leaves: Sequence[Leaf]) -> list[tuple[Me
     """The meshes on which leaves lie, each with those that lie there, by position."""
     found: dict[Mesh, dict[int, NamedSharding]] = {}
     for k, leaf in enumerate(leaves):
-        mesh = executable.stages[leaf.stage].mesh if isinstance(executable, PipelineExecutable) else executable.mesh
-        home = NamedSharding(mesh, partition_spec(leaf.sharding))
         if isinstance(executable, PipelineExecutable) and k in executable.spread_inputs:
             mesh, home = executable.spread_inputs[k].mesh, executable.spread_inputs[k].home
+        else:
+            mesh = executable.stages[leaf.stage].mesh if isinstance(executable, PipelineExecutable) else executable.mesh
+            home = NamedSharding(mesh, partition_spec(leaf.sharding))
         found.setdefault(mesh, {})[k] = home
     return list(found.items())
 

@@ -20,6 +20,9 @@ from autopar.interop.ops import Ops
 JOIN = -1
 """The layer of ops of the update that take from several layers, or from none."""
 
+NUMBER = 16
+"""Bytes of the largest number."""
+
 
 def owners(ops: Ops, begins: Sequence[int]) -> tuple[int, ...]:
     """The layer of each op; layers begin with the first op and with these forward ops."""
@@ -40,7 +43,9 @@ def owners(ops: Ops, begins: Sequence[int]) -> tuple[int, ...]:
     for i, phase in enumerate(ops.phase):
         if phase == "update" and found[i] == JOIN:
             takes[i] = _takes_from(ops, i, found, takes)
-            found[i] = next(iter(takes[i])) if len(takes[i]) == 1 else JOIN
+            own = takes[i] if len(takes[i]) == 1 else _takes_most_from(ops, i, found)
+            if len(own) == 1:
+                takes[i], found[i] = own, min(own)
     return tuple(found)
 
 
@@ -122,6 +127,13 @@ def _takes_from(ops: Ops, i: int, layer_of: Sequence[int], takes: dict[int, set[
     """The layers from which an op of the update takes gradients or state, be it through others that lead to no parameter."""
     makers = {int(ops.made[v]) for v in ops.reads[i] if ops.made[v] >= 0 and ops.phase[ops.made[v]] != "forward"}
     return set().union(*(takes.get(m, {layer_of[m]} - {JOIN}) for m in makers))
+
+
+def _takes_most_from(ops: Ops, i: int, layer_of: Sequence[int]) -> set[int]:
+    """The layers whose gradients or state an op of the update reads, if it makes more than a number of them; joins are read by the way."""
+    makers = {int(ops.made[v]) for v in ops.reads[i] if ops.made[v] >= 0 and ops.phase[ops.made[v]] != "forward"}
+    large = any(ops.nbytes[v] > NUMBER for v in ops.makes[i])
+    return {layer_of[m] for m in makers} - {JOIN} if large else set()
 
 
 def _is_made_in(ops: Ops, value: int, phase: str) -> bool:

@@ -25,7 +25,7 @@ from autopar.interop.timing import schedule_of, simulate_plan
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import STAGE_AXIS, Part, Plan
 from autopar.ir.sharding import TensorSharding
-from autopar.runtime.executor import Owned, check_leaves, own_settings, put
+from autopar.runtime.executor import Owned, check_leaves, copy_of, own_settings, put
 from autopar.runtime.program import planned_stages
 from autopar.runtime.spread import Spread
 from autopar.runtime.stage import PARTS, Program, RunningStage, StageRun, backward_of
@@ -45,6 +45,7 @@ class _Sending:
     """What goes from a stage to others at once: where the arrays stand there, the values of others that take them, and where.
 
     `step` is 1 for values of each microbatch, which stand one after the other. `drop` are those that the stage itself needs no longer.
+    State for another stage on the same devices is `copied`: each of the two gives up its own.
     """
 
     source: int
@@ -52,6 +53,7 @@ class _Sending:
     taken: tuple[tuple[int, int, int], ...]
     shardings: tuple[NamedSharding, ...]
     drop: tuple[int, ...]
+    copied: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,7 @@ class PipelineExecutable:
         return found
 
     def _sending(self, n: int, stage: RunningStage, ports: Sequence[Port]) -> _Sending:
-        sent, taken, shardings, drop = [], [], [], []
+        sent, taken, shardings, drop, copied = [], [], [], [], []
         for port in ports:
             other = self.stages[port.other]
             kind: Kind = "each" if port.when == "each" else "once"
@@ -228,7 +230,9 @@ class PipelineExecutable:
             shardings.append(NamedSharding(other.mesh, form_spec(theirs.sharding)))
             if step and not stage.reads(mine):
                 drop.append(sent[-1][0])
-        return _Sending(n, tuple(sent), tuple(taken), tuple(shardings), tuple(dict.fromkeys(drop)))
+            if port.when == "before" and self.schedule.device_of[n] == self.schedule.device_of[port.other]:
+                copied.append(len(sent) - 1)
+        return _Sending(n, tuple(sent), tuple(taken), tuple(shardings), tuple(dict.fromkeys(drop)), tuple(copied))
 
     def _sequence(self) -> Iterator[_Start]:
         """All programs of a step in the order in which they are started, each with what is sent when it has been."""
@@ -278,6 +282,8 @@ class PipelineExecutable:
         """Put what a stage has made for others on their devices."""
         values = self.stages[sending.source].values
         arrays = [values[k + m * step] for k, step in sending.sent]
+        for n in sending.copied:
+            arrays[n] = copy_of(arrays[n])
         if len(arrays) == 1:  # a tenth faster than a list of one
             moved = [jax.device_put(arrays[0], sending.shardings[0])]
         else:

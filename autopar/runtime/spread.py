@@ -50,8 +50,7 @@ class Spread:
         if not self.direct:
             return relaid([(self._begin(n), part) for n, part in enumerate(parts)], self.shape, self.home, (0,) * len(self.shape))
         each = len(self.shardings[0].device_set)
-        blocks = [part.addressable_data(k) for part in parts for k in range(each)]
-        return jax.make_array_from_single_device_arrays(self.shape, self.home, blocks)
+        return jax.make_array_from_single_device_arrays(self.shape, self.home, [x for part in parts for x in _data(part, each)])
 
     def _begin(self, n: int) -> tuple[int, ...]:
         return tuple(self.begins[n] if d == self.dimension else 0 for d in range(len(self.shape)))
@@ -79,6 +78,13 @@ def relaid(
         block = _block(wanted, device, blocks)
         found.append(block.copy() if fresh and any(block is b.data for b in blocks) else block)
     return jax.make_array_from_single_device_arrays(shape, sharding, found)
+
+
+def _data(array: jax.Array, count: int) -> list[jax.Array]:
+    """What each of so many devices has of an array. (`addressable_data` gives a replicated one's first, whatever is asked for.)"""
+    if count > 1 and array.is_fully_replicated:
+        return [shard.data for shard in array.addressable_shards]
+    return [array.addressable_data(k) for k in range(count)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -119,16 +119,6 @@ def twice(p, b):
     return _error(h, p, b)
 
 
-def counted(p, b):
-    """Weights that each layer finds by its number: such a loop is not cut."""
-
-    def layer(h, n):
-        return _layer(h, {"w": p["w"][n], "b": p["b"][n]}), None
-
-    h, _ = jax.lax.scan(layer, b["x"] @ p["embed"], jnp.arange(p["w"].shape[0]))
-    return _error(h, p, b)
-
-
 def repeated(p, b):
     """No weights of its own in any layer: nothing is stacked."""
     h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ p["embed"]), None), b["x"], None, length=4)
@@ -213,7 +203,7 @@ STEPS |= {name: lambda tx=tx: trained(plain, tx) for name, tx in {
     "lion": optax.lion(1e-3),
     "several steps": optax.MultiSteps(optax.adam(1e-2), 2),
 }.items()}  # fmt: skip
-WHOLE = {f.__name__: lambda f=f: trained(f) for f in (counted, repeated, hidden)}
+WHOLE = {f.__name__: lambda f=f: trained(f) for f in (repeated, hidden)}
 
 
 class Block(flax.linen.Module):
