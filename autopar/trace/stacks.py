@@ -14,10 +14,13 @@ from typing import Any
 from autopar.errors import RuleError
 from autopar.ir.graph import Aval, Constant, Op, Operand
 from autopar.ir.rule import Dim, ShardingRule
-from autopar.rules import rule_for
+from autopar.rules import has_user_rule, rule_for
 from autopar.trace import compat
 from autopar.trace.flatten import Builder
 from autopar.trace.normalise import normalise_params
+
+_COUNTS_BLOCKS = frozenset({"conv_general_dilated"})
+"""Ops whose parameters say how many blocks there are, which are for equal blocks alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,14 @@ def places(rule: ShardingRule, tensors: Sequence[Any], of: Sequence[tuple[Dim, .
 
 
 def _rules(jaxpr: Any) -> Iterator[tuple[int, ShardingRule]]:
-    """The rule of each equation that has one and no inner program."""
+    """The rule of each equation that has one of autopar's own, and no inner program."""
     builder = Builder()
     for i, e in enumerate(jaxpr.eqns):
-        if compat.inner_jaxprs(e) or e.effects or not e.invars:
+        if compat.inner_jaxprs(e) or e.effects or not e.invars or e.primitive.name in _COUNTS_BLOCKS:
             continue
         avals = [builder.aval(v.aval) for v in (*e.invars, *e.outvars)]
+        if has_user_rule(e.primitive.name, avals[: len(e.invars)], avals[len(e.invars) :]):
+            continue
         operands: list[Operand] = [builder.literal(v).constant if compat.is_literal(v) else n for n, v in enumerate(e.invars)]
         params = normalise_params(e.params) + compat.derived_params(e)
         op = Op(e.primitive.name, params, tuple(operands), tuple(range(len(e.invars), len(avals))))

@@ -256,7 +256,7 @@ def gpt(layers=4, examples=8, length=8, **fields):
         key, mine = jax.random.split(key)
         value, grads = jax.value_and_grad(loss)(params, mine, tokens)
         updates, opt = CLIPPED.update(grads, opt, params)
-        return (optax.apply_updates(params, updates), opt, key), {"loss": value, "norm": optax.global_norm(grads)}
+        return (optax.apply_updates(params, updates), opt, key), {"loss": value}
 
     params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, tokens[:, :-1])["params"]
     params = jax.tree.map(np.asarray, params)
