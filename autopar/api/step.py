@@ -99,7 +99,7 @@ class ParallelStep:
         made: list[Any] = [None] * len(planned)
         for mesh, mine in _by_mesh(executable, planned):
             with own_settings(mesh):
-                shardings = [NamedSharding(mesh, partition_spec(planned[k].sharding)) for k in mine]
+                shardings = list(mine.values())
                 born = jax.jit(lambda *x, mine=mine: [flat(*x)[k] for k in mine], out_shardings=shardings)(*leaves)
             for k, array in zip(mine, born, strict=True):
                 made[k] = array
@@ -189,7 +189,8 @@ class ParallelStep:
                 if leaf.role == "state":
                     known.setdefault(leaf.path, leaf)
         names = zip(traced.graph.input_names, (traced.graph.avals[v] for v in traced.graph.inputs), strict=True)
-        return {n: known[n].sharding for n, aval in names if n in known and known[n].shape == aval.shape}
+        same = {n: known[n] for n, aval in names if n in known and known[n].shape == aval.shape}
+        return {n: (leaf.parts or (leaf,))[0].sharding for n, leaf in same.items()}
 
     def _executable(self, program: _Program) -> AnyExecutable:
         if program.executable is None:
@@ -268,14 +269,17 @@ class Compiled:
         return getattr(self._compiled, name)
 
 
-def _by_mesh(executable: AnyExecutable, leaves: Sequence[Leaf]) -> list[tuple[Mesh, list[int]]]:
-    """The meshes on which leaves lie, each with the positions of those that lie there."""
-    if not isinstance(executable, PipelineExecutable):
-        return [(executable.mesh, list(range(len(leaves))))]
-    found: dict[int, list[int]] = {}
+def _by_mesh(executable: AnyExecutable, leaves: Sequence[Leaf]) -> list[tuple[Mesh, dict[int, NamedSharding]]]:
+    """The meshes on which leaves lie, each with those that lie there, by position."""
+    found: dict[Mesh, dict[int, NamedSharding]] = {}
     for k, leaf in enumerate(leaves):
-        found.setdefault(leaf.stage, []).append(k)
-    return [(executable.stages[stage].mesh, mine) for stage, mine in found.items()]
+        if isinstance(executable, PipelineExecutable) and k in executable.spread_inputs:
+            mesh, home = executable.spread_inputs[k].mesh, executable.spread_inputs[k].home
+        else:
+            mesh = executable.stages[leaf.stage].mesh if isinstance(executable, PipelineExecutable) else executable.mesh
+            home = NamedSharding(mesh, partition_spec(leaf.sharding))
+        found.setdefault(mesh, {})[k] = home
+    return list(found.items())
 
 
 def _unpinned(error: InfeasibleError) -> InfeasibleError:

@@ -175,15 +175,28 @@ class Candidate:
         """Each stage in order; what comes from stages before, and goes to them, lies as they have decided."""
         found: list[Solved] = []
         for n, stage in enumerate(self.staged.stages):
-            pins = {}
+            pins: dict[int, tuple[TensorSharding, ...]] = {}
             for port in stage.receives:
                 if port.other < n:
                     pins[stage.graph.inputs[port.position]] = (self._lies_sent(found[port.other], port.value, n),)
             for port in stage.sends:
                 if port.other < n:
                     pins[-1 - port.position] = (self._lies_received(found[port.other], port.value, n),)
+            pins |= self._as_before(stage, found)
             found.append(self._stage(n, stage, pins))
         return found
+
+    def _as_before(self, stage: StageGraph, before: Sequence[Solved]) -> dict[int, tuple[TensorSharding, ...]]:
+        """Parts of a leaf lie as an equal part on a stage before does, so that all of them are one array."""
+        where = {k: (s, n) for s in before for n, k in enumerate(s.stage.leaves)}
+        pins: dict[int, tuple[TensorSharding, ...]] = {}
+        for parts in self.staged.whole.pieces.inputs.values():
+            for n, k in enumerate(stage.leaves):
+                known = [where[q] for q in parts.positions if q in where] if k in parts.positions else []
+                for solved, m in known[:1]:
+                    if solved.graph.avals[solved.graph.inputs[m]] == stage.graph.avals[stage.graph.inputs[n]]:
+                        pins[stage.graph.inputs[n]] = (solved.chosen.plan.inputs[m],)
+        return pins
 
     def _lies_sent(self, solved: Solved, value: int, to: int) -> TensorSharding:
         port = next(p for p in solved.stage.sends if p.value == value and p.other == to)

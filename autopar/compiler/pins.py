@@ -13,6 +13,7 @@ from autopar.ir import options
 from autopar.ir.graph import Aval, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.sharding import TensorSharding
+from autopar.trace.parts import whole_name
 
 
 def pin_of(c: Compilation, name: str) -> str:
@@ -51,7 +52,8 @@ def input_pins(c: Compilation, mesh: LogicalMesh) -> dict[int, tuple[TensorShard
 def stage_pins(c: Compilation, graph: Graph, mesh: LogicalMesh) -> dict[int, tuple[TensorSharding, ...]]:
     """The same for the inputs of one pipeline stage, as the user pins them."""
     found: dict[int, tuple[TensorSharding, ...]] = {}
-    for v, name in zip(graph.inputs, graph.input_names, strict=True):
+    for v, part in zip(graph.inputs, graph.input_names, strict=True):
+        name = whole_name(part)
         if name in c.fixed:
             found[v] = (c.fixed[name],)
         for pattern, spec in _pins_on(c, name):

@@ -26,6 +26,8 @@ def barrier_is_kept(platform: str) -> bool:
 
 def gate(x: Any, after: Sequence[Any], zero: Any, platform: str) -> Any:
     """`x`, available only once all of `after` are. `zero` is an int32 zero that the compiler cannot know."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(gate(jax.random.key_data(x), after, zero, platform), impl=jax.random.key_impl(x))
     if barrier_is_kept(platform) or x.dtype.itemsize not in _UNSIGNED or jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.optimization_barrier((x, *after))[0]
     token = reduce(operator.or_, map(_some_bit, after)) & zero
@@ -38,7 +40,7 @@ def gate(x: Any, after: Sequence[Any], zero: Any, platform: str) -> Any:
 
 def _some_bit(after: Any) -> Any:
     """An int32 that depends on one element of `after`."""
-    element = after.reshape(-1)[0]
+    element = (jax.random.key_data(after) if jnp.issubdtype(after.dtype, jax.dtypes.prng_key) else after).reshape(-1)[0]
     if element.dtype == bool or jnp.issubdtype(element.dtype, jnp.integer):
         return element.astype(jnp.int32)
     if jnp.issubdtype(element.dtype, jnp.complexfloating):

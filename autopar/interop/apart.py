@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import BOUNDARY, Graph, Op
+from autopar.ir.graph import BOUNDARY, ROOT, Graph, Op
 
 _ADDS = frozenset({"add", "add_any"})
-_LAYS_OUT = frozenset({"transpose", "reshape", "squeeze", "convert_element_type"})
+MIXED = -2
+"""The origin of a sum of what several stages make."""
+_LINEAR = frozenset({"transpose", "reshape", "squeeze", "convert_element_type", "mul", "neg"})
+"""Ops that a term of a sum goes through by itself, with what no microbatch changes."""
 
 
 def summed_apart(graph: Graph, loop: int, stage_of: Sequence[int]) -> Graph:
@@ -28,7 +31,7 @@ def _one_apart(graph: Graph, loop: int, stage_of: Sequence[int]) -> Graph | None
         if graph.ops[end].primitive == "loop_exit" and graph.ops[end].param("region") == loop:
             chain = _chain(graph, begin, end)
             if chain is not None and _crosses(graph, chain[-1], stage_of):
-                return _rewritten(graph, begin, end, chain)
+                return _rewritten(graph, begin, end, chain, stage_of)
     return None
 
 
@@ -52,24 +55,32 @@ def _chain(graph: Graph, begin: int, end: int) -> tuple[int, ...] | None:
 
 
 def _crosses(graph: Graph, i: int, stage_of: Sequence[int]) -> bool:
-    """Whether the two operands of a sum come from different stages."""
-    parts = [_origin(graph, o)[0] for o in graph.ops[i].inputs]
-    return min(parts) >= 0 and stage_of[parts[0]] != stage_of[parts[1]]
+    """Whether the terms of a sum come from different stages."""
+    parts = [_origin(graph, o, stage_of)[0] for o in graph.ops[i].inputs]
+    return MIXED in parts or (min(parts) >= 0 and stage_of[parts[0]] != stage_of[parts[1]])
 
 
-def _origin(graph: Graph, value: int) -> tuple[int, tuple[int, ...]]:
-    """The part whose work a value is, and the ops that only lay it out otherwise on the way here."""
+def _origin(graph: Graph, value: int, stage_of: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """The part whose work a value is, and the ops on the way here that are its own: linear ones, and sums of what comes from one stage."""
     way: list[int] = []
     while (p := graph.producer.get(value)) is not None:
         op = graph.ops[p]
-        if op.primitive not in _LAYS_OUT or len(op.inputs) != 1 or len(graph.uses[op.inputs[0]]) != 1:
+        moving = [o for o in op.inputs if o not in graph.fixed_inside and graph.home(o) != ROOT]
+        if any(len(graph.uses[o]) != 1 for o in moving):
+            return op.part, tuple(way)
+        if op.primitive in _ADDS and len(set(moving)) == 2:
+            (a, first), (b, second) = (_origin(graph, o, stage_of) for o in moving)
+            if min(a, b) >= 0 and stage_of[a] == stage_of[b]:
+                return a, (*way, p, *first, *second)
+            return (op.part if min(a, b) < 0 and MIXED not in (a, b) else MIXED), tuple(way)
+        if op.primitive not in _LINEAR or len(moving) != 1:
             return op.part, tuple(way)
         way.append(p)
-        value = op.inputs[0]
+        value = moving[0]
     return -1, tuple(way)
 
 
-def _rewritten(graph: Graph, begin: int, end: int, chain: Sequence[int]) -> Graph:
+def _rewritten(graph: Graph, begin: int, end: int, chain: Sequence[int], stage_of: Sequence[int]) -> Graph:
     """Two sums in place of one, added after the loop."""
     ops, avals = graph.ops, list(graph.avals)
     adds, total = ops[chain[0]], ops[chain[-1]]
@@ -94,8 +105,8 @@ def _rewritten(graph: Graph, begin: int, end: int, chain: Sequence[int]) -> Grap
         made.append(replace(adds, operands=operands, results=(so_far,), part=part))
         return made, so_far
 
-    origins = [_origin(graph, o) for o in (first, second)]
-    parts = [part for part, _ in origins]
+    origins = [_origin(graph, o, stage_of) for o in (first, second)]
+    parts = [total.part if part == MIXED else part for part, _ in origins]
     place = 1 + max(int(op.param("position")) for op in ops if op.primitive in BOUNDARY and op.param("position") is not None)
     again = new(ops[begin].results[0])
     mine, theirs = term(first, ops[begin].results[0], parts[0]), term(second, again, parts[1])

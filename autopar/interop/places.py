@@ -121,8 +121,8 @@ class Places:
                 self.stage[n] = found.pop() if len(found) == 1 else self.end
 
     def _shared(self) -> set[int]:
-        """The units that each stage runs for itself: what depends on no batch, before or after; in the loop what depends on nothing but
-        the microbatch's number and single numbers from outside, if it is small or free."""
+        """The units that each stage runs for itself: what depends on no batch, before or after, and what spreads a number after; in the
+        loop what depends on nothing but the microbatch's number and single numbers from outside, if it is small or free."""
         graph, found = self.graph, set[int]()
         known = set(graph.inputs)
         for n, unit in enumerate(self.units):
@@ -131,18 +131,30 @@ class Places:
             if unit.kind == "before" and pure:
                 found.add(n)
                 known.update(self.made(n))
-            elif unit.kind == "after" and pure and all(v in known for v in self.outer(n)) and not self._is_state(n):
+            elif unit.kind == "after" and pure and all(v in known for v in self.outer(n)) and not self._has_place(n):
                 found.add(n)
                 known.update(self.made(n))
+            elif unit.kind == "after" and pure and self._spreads_a_number(n):
+                found.add(n)
             elif unit.kind == "inside" and pure and all(self._is_plain(v, found) for v in self.outer(n)):
                 made = self.made(n)
                 if all(v in graph.free for v in made) or sum(graph.avals[v].size for v in made) <= SMALL:
                     found.add(n)
         return found
 
-    def _is_state(self, n: int) -> bool:
-        """Whether a unit makes what the step gives back: that has one place."""
-        return not self.graph.output_values.isdisjoint(self.made(n))
+    def _spreads_a_number(self, n: int) -> bool:
+        """Whether a unit makes an array of a number: the number is less to send."""
+        ops = [self.graph.ops[i] for i in self.units[n].ops]
+        if ops[0].primitive != "broadcast_in_dim" or not self.graph.output_values.isdisjoint(self.made(n)):
+            return False
+        return all(self.graph.aval(o).size == 1 for o in ops[0].operands)
+
+    def _has_place(self, n: int) -> bool:
+        """Whether a unit makes what the step gives back, or less of a layer's own state than that is: each has one place."""
+        if not self.graph.output_values.isdisjoint(self.made(n)):
+            return True
+        read, made = (sum(self.graph.avals[v].size for v in values) for values in (self.outer(n), self.made(n)))
+        return read > max(made, SMALL) and any(self.graph.ops[i].part >= 0 for i in self.units[n].ops)
 
     def _is_plain(self, v: int, shared: set[int]) -> bool:
         n = self.unit_of.get(v)

@@ -67,11 +67,27 @@ class ShardingPlan:
         return {v: tuple(ms) for v, ms in found.items()}
 
 
+OMITTED = {"omitted": True}
+"""Metadata of a field that a plan's file leaves out where it has its default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a leaf that a pipeline stage has: from `begin` to before `end` along `dimension`, on the stage's mesh."""
+
+    stage: int
+    dimension: int
+    begin: int
+    end: int
+    sharding: TensorSharding
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One input or output of the step: its path in the argument tree, what it is for, and where it lies.
 
-    `stage` is the pipeline stage on whose devices it lies; the first one, where several read it.
+    `stage` is the pipeline stage on whose devices it lies; the first one, where several read it. A leaf whose layers belong to several
+    stages has `parts`; `sharding` is then how it lies between steps: along the stages too where these have equal parts, in turn.
     """
 
     path: str
@@ -80,6 +96,12 @@ class Leaf:
     role: str
     sharding: TensorSharding
     stage: int = 0
+    parts: tuple[Part, ...] = field(default=(), metadata=OMITTED)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages on whose devices it lies."""
+        return tuple(sorted({p.stage for p in self.parts})) or (self.stage,)
 
 
 @dataclass(frozen=True)
@@ -205,7 +227,8 @@ class Plan:
     program's graph that are made again after forward, as `remat` says or `auto` chose; `sharding` is for the graph with them.
 
     A plan in pipeline stages has them in `stages`; `layers` are the forward ops with which its layers begin, the first op left out. Its own
-    `sharding` has no strategies then, and an axis `stage` before those of each stage's mesh.
+    `sharding` has no strategies then, and an axis `stage` before those of each stage's mesh. `scans` are where scans over layers are cut
+    beforehand, the first and last layer's borders included: one entry for each length of such scans.
     """
 
     fingerprint: str
@@ -232,6 +255,7 @@ class Plan:
     remat: str = "none"
     recomputed: tuple[int, ...] = ()
     schema: int = 3
+    scans: tuple[tuple[int, ...], ...] = field(default=(), metadata=OMITTED)
 
     @property
     def mesh(self) -> LogicalMesh:

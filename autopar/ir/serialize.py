@@ -23,7 +23,7 @@ import numpy as np
 from autopar.errors import CheckError, PlanError
 from autopar.ir.graph import Aval, Graph, Op, Operand
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import Leaf, Plan, PlannedMove, ShardingPlan
+from autopar.ir.plan import OMITTED, Leaf, Plan, PlannedMove, ShardingPlan
 from autopar.ir.sharding import Move, TensorSharding
 from autopar.ir.strategy import Strategy
 
@@ -103,6 +103,7 @@ def plan_from_dict(document: Any) -> Plan:
     _check_axes(plan)
     for leaf in (*plan.inputs, *plan.outputs):
         _check_leaf(leaf, plan.mesh)
+        _check_parts(leaf, plan)
     for collective in plan.collectives:
         _check_dtype(collective.dtype, f"collective {collective.id}")
     return plan
@@ -128,7 +129,14 @@ def _encode(value: Any) -> Any:
 
 def _encode_fields(value: Any) -> dict[str, Any]:
     cls: Any = type(value)
-    return {name: _encode(getattr(value, name)) for name in _hints(cls)}
+    left_out = {name for name, default in _omitted(cls).items() if getattr(value, name) == default}
+    return {name: _encode(getattr(value, name)) for name in _hints(cls) if name not in left_out}
+
+
+@cache
+def _omitted(cls: Any) -> dict[str, Any]:
+    """The fields that a file leaves out where they have their default."""
+    return {f.name: f.default for f in dataclasses.fields(cls) if f.metadata == OMITTED}
 
 
 @cache
@@ -187,6 +195,7 @@ def _fields_reader(cls: Any) -> Reader:
     def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _mistyped(f"an object with the keys of {cls.__name__}", value)
+        value = _omitted(cls) | dict(value)
         if value.keys() != readers.keys():
             for problem, keys in (("lacks", readers.keys() - value.keys()), ("has the unknown", value.keys() - readers.keys())):
                 if keys:
@@ -330,6 +339,13 @@ def _check_leaf(leaf: Leaf, mesh: LogicalMesh) -> None:
     _check_dtype(leaf.dtype, f"leaf {leaf.path}")
     if not mesh.by_name.keys() >= set(leaf.sharding.axes) or not leaf.sharding.fits(leaf.shape, mesh):
         raise PlanError(f"leaf {leaf.path} of shape {leaf.shape} cannot lie as {leaf.sharding} on mesh ({mesh}). {_AGAIN}")
+
+
+def _check_parts(leaf: Leaf, plan: Plan) -> None:
+    for p in leaf.parts:
+        there = 0 <= p.stage < len(plan.stages) and 0 <= p.dimension < len(leaf.shape) and 0 <= p.begin < p.end <= leaf.shape[p.dimension]
+        if not there or not plan.stages[p.stage].sharding.mesh.by_name.keys() >= set(p.sharding.axes):
+            raise PlanError(f"leaf {leaf.path} of shape {leaf.shape} has no part {p.begin}:{p.end} on stage {p.stage}. {_AGAIN}")
 
 
 def _check_dtype(dtype: str, where: str) -> None:

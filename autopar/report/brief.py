@@ -10,6 +10,7 @@ from rich.text import Text
 
 from autopar.ir.plan import Collective, Plan
 from autopar.report.fold import LeafGroup, fold_leaves, step_bytes, step_seconds
+from autopar.report.stages import stages_text
 from autopar.report.table import cells, header, stage_cells, stage_columns, stage_table, titled_table
 from autopar.report.units import axes_text, bytes_text, seconds_text
 
@@ -30,7 +31,8 @@ def _leaf_table(plan: Plan) -> RenderableType:
     columns = ("leaf", *stage_columns(plan), "number", "type", "sharding", "per device")
     table = titled_table(f"The largest of {len(plan.inputs)} leaves", *columns)
     for g in groups[:MOST_LEAVES]:
-        table.add_row(*cells(g.path, *stage_cells(plan, g.stage), g.count, g.type_text, str(g.sharding), bytes_text(g.nbytes)))
+        where = stage_cells(plan, stages_text(g.stages))
+        table.add_row(*cells(g.path, *where, g.count, g.type_text, str(g.sharding), bytes_text(g.nbytes)))
     rest = groups[MOST_LEAVES:]
     if rest:
         figures = (sum(g.count for g in rest), "", "", bytes_text(sum(g.nbytes for g in rest)))
@@ -43,7 +45,7 @@ def together(groups: Sequence[LeafGroup]) -> list[LeafGroup]:
     """Groups whose paths end alike and that lie alike, as one: a parameter and its optimiser state."""
     alike: dict[tuple[object, ...], list[LeafGroup]] = {}
     for g in groups:
-        alike.setdefault((_tail(g.path), g.role, g.shape, g.dtype, g.sharding, g.stage), []).append(g)
+        alike.setdefault((_tail(g.path), g.role, g.shape, g.dtype, g.sharding, g.stages), []).append(g)
     return [
         replace(m[0], count=sum(g.count for g in m), nbytes=sum(g.nbytes for g in m))
         for m in alike.values()

@@ -9,7 +9,7 @@ from autopar.errors import UsageError
 from autopar.ir.graph import Aval
 from autopar.ir.plan import Collective, Leaf, Plan, WholeOp
 from autopar.report.fold import fold_collectives, leaf_bytes, memory_budget, step_bytes, step_seconds
-from autopar.report.stages import stage_rows
+from autopar.report.stages import stage_rows, stages_text
 from autopar.report.table import header_rows
 from autopar.report.units import axes_text, bytes_text, percent_text, seconds_text
 
@@ -120,11 +120,11 @@ def _closest(plan: Plan, target: str) -> str:
 def _leaf_line(where: str, leaf: Leaf, plan: Plan) -> str:
     cut = [f"dimension {d} over {axes_text(axes)}" for d, axes in enumerate(leaf.sharding.dims) if axes]
     how = f"cut in {leaf.sharding.shards(plan.mesh)}: {', '.join(cut)}" if cut else "whole on every device"
-    nbytes = f"{bytes_text(leaf_bytes(leaf, plan.mesh))} per device{_where(leaf.stage, plan)}"
+    nbytes = f"{bytes_text(leaf_bytes(leaf, plan.mesh))} per device{_where(stages_text(leaf.stages), plan)}"
     return f"{leaf.path} ({leaf.role}, {where}): {Aval(leaf.shape, leaf.dtype)} {leaf.sharding}, {how}; {nbytes}"
 
 
-def _where(stage: int, plan: Plan) -> str:
+def _where(stage: int | str, plan: Plan) -> str:
     return f", stage {stage}" if plan.stages else ""
 
 

@@ -28,7 +28,7 @@ class LeafGroup:
     dtype: str
     sharding: TensorSharding
     nbytes: int
-    stage: int = 0
+    stages: tuple[int, ...] = (0,)
 
     @property
     def type_text(self) -> str:
@@ -51,22 +51,28 @@ class CollectiveGroup:
 
 
 def leaf_bytes(leaf: Leaf, mesh: LogicalMesh) -> int:
-    """Bytes of a leaf on one device."""
-    return leaf.sharding.local_bytes(Aval(leaf.shape, leaf.dtype), mesh)
+    """Bytes of a leaf on one device, of the stage that has most of it."""
+    if not leaf.parts:
+        return leaf.sharding.local_bytes(Aval(leaf.shape, leaf.dtype), mesh)
+    found: dict[int, int] = {}
+    for p in leaf.parts:
+        shape = (*leaf.shape[: p.dimension], p.end - p.begin, *leaf.shape[p.dimension + 1 :])
+        found[p.stage] = found.get(p.stage, 0) + p.sharding.local_bytes(Aval(shape, leaf.dtype), mesh)
+    return max(found.values())
 
 
 def fold_leaves(leaves: Iterable[Leaf], mesh: LogicalMesh) -> tuple[LeafGroup, ...]:
     """Leaves with equal role, type, sharding and stage folded by the numbers in their paths, in order of first appearance."""
     alike: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in leaves:
-        key = (without_numbers(leaf.path), leaf.role, leaf.shape, leaf.dtype, leaf.sharding, leaf.stage)
+        key = (without_numbers(leaf.path), leaf.role, leaf.shape, leaf.dtype, leaf.sharding, leaf.stages)
         alike.setdefault(key, []).append(leaf)
     groups = []
     for members in alike.values():
         first = members[0]
         each = leaf_bytes(first, mesh)
         for path, count in fold_paths([m.path for m in members]):
-            groups.append(LeafGroup(path, count, first.role, first.shape, first.dtype, first.sharding, count * each, first.stage))
+            groups.append(LeafGroup(path, count, first.role, first.shape, first.dtype, first.sharding, count * each, first.stages))
     return tuple(groups)
 
 

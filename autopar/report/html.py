@@ -8,7 +8,7 @@ from html import escape
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
 from autopar.report.fold import fold_collectives, fold_leaves, memory_budget
-from autopar.report.stages import COLUMNS, WORDS, stage_rows, stage_timeline
+from autopar.report.stages import COLUMNS, WORDS, stage_rows, stage_timeline, stages_text
 from autopar.report.table import NUMERIC, header_rows, stage_cells, stage_columns
 from autopar.report.units import axes_text, bytes_text, percent_text, seconds_text
 
@@ -147,8 +147,8 @@ def _stage_table(plan: Plan) -> str:
 
 def _leaf_table(plan: Plan) -> str:
     rows = [
-        (_code(g.path), *stage_cells(plan, g.stage), str(g.count), escape(g.role), *map(_code, (g.type_text, str(g.sharding))))
-        + (bytes_text(g.nbytes),)
+        (_code(g.path), *stage_cells(plan, stages_text(g.stages)), str(g.count), escape(g.role))
+        + (_code(g.type_text), _code(str(g.sharding)), bytes_text(g.nbytes))
         for g in fold_leaves(plan.inputs, plan.mesh)
     ]
     return _table(("leaf", *stage_columns(plan), "number", "role", "type", "sharding", "per device"), rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.interop.timing import schedule_of, simulate_plan, step_seconds
@@ -60,6 +60,17 @@ def range_text(first: int, stop: int) -> str:
     ('0 to 3', '4')
     """
     return str(first) if stop == first + 1 else f"{first} to {stop - 1}"
+
+
+def stages_text(stages: Sequence[int]) -> str:
+    """Stages by number.
+
+    >>> stages_text((2,)), stages_text((0, 1, 2)), stages_text((0, 2))
+    ('2', '0 to 2', '0, 2')
+    """
+    if list(stages) == list(range(stages[0], stages[-1] + 1)):
+        return range_text(stages[0], stages[-1] + 1)
+    return ", ".join(map(str, stages))
 
 
 def devices_text(plan: Plan, group: int) -> str:

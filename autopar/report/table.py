@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autopar.ir.plan import Plan, WholeOp
 from autopar.report.fold import LeafGroup, cluster_name, fold_collectives, fold_leaves, memory_budget, number_of_stages
-from autopar.report.stages import COLUMNS, stage_rows
+from autopar.report.stages import COLUMNS, stage_rows, stages_text
 from autopar.report.units import axes_text, bytes_text, count_text, percent_text, seconds_text
 
 ROLES = {"state": "State", "batch": "Batch", "constant": "Constants"}
@@ -145,7 +145,8 @@ def _leaf_tables(plan: Plan) -> Iterable[RenderableType]:
         title = f"{ROLES.get(role, role.capitalize())}, {bytes_text(_most_bytes(members))} per device"
         table = titled_table(title, "leaf", *stage_columns(plan), "number", "type", "sharding", "per device")
         for g in members:
-            table.add_row(*cells(g.path, *stage_cells(plan, g.stage), g.count, g.type_text, str(g.sharding), bytes_text(g.nbytes)))
+            where = stage_cells(plan, stages_text(g.stages))
+            table.add_row(*cells(g.path, *where, g.count, g.type_text, str(g.sharding), bytes_text(g.nbytes)))
         yield from ("", table)
 
 
@@ -153,7 +154,8 @@ def _most_bytes(groups: Sequence[LeafGroup]) -> int:
     """Bytes on one device, of the stage that has most."""
     found: dict[int, int] = {}
     for g in groups:
-        found[g.stage] = found.get(g.stage, 0) + g.nbytes
+        for stage in g.stages:
+            found[stage] = found.get(stage, 0) + g.nbytes
     return max(found.values())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopar.ir.graph import Aval
 from autopar.ir.plan import Leaf, Plan, PlannedMove, ShardingPlan, Stage
-from autopar.report.stages import range_text
+from autopar.report.stages import range_text, stages_text
 from autopar.report.table import schedule_text
 from autopar.report.units import axes_text
 
@@ -24,7 +24,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"solved {plan.solve.status} objective {plan.solve.objective:.4g} s"
     yield f"step {p.step_time_s:.4g} s compute {p.compute_s:.4g} communication {p.communication_s:.4g} bubble {p.bubble_s:.4g}"
     yield f"memory peak {p.peak_bytes} arguments {p.argument_bytes} temporaries {p.temp_bytes}"
-    where = [f" stage {leaf.stage}" if plan.stages else "" for leaf in (*plan.inputs, *plan.outputs)]
+    where = [f" stage {stages_text(leaf.stages)}" if plan.stages else "" for leaf in (*plan.inputs, *plan.outputs)]
     yield from (f"{_leaf_line('in', leaf)}{w}" for leaf, w in zip(plan.inputs, where, strict=False))
     yield from (f"{_leaf_line('out', leaf)}{w}" for leaf, w in zip(plan.outputs, where[len(plan.inputs) :], strict=True))
     if not plan.stages:

@@ -148,7 +148,7 @@ def put(leaf: Any, dtype: str, sharding: NamedSharding, copy: bool) -> Any:
     if not isinstance(leaf, jax.Array):
         return jax.device_put(np.array(leaf, dtype=jax.dtypes.float0 if dtype == "float0" else dtype), sharding)
     placed = leaf if _lies(leaf, sharding) else jax.device_put(leaf, sharding)
-    return _copy(placed) if copy else placed
+    return copy_of(placed) if copy else placed
 
 
 def _lies(leaf: jax.Array, sharding: NamedSharding) -> bool:
@@ -158,7 +158,7 @@ def _lies(leaf: jax.Array, sharding: NamedSharding) -> bool:
     return leaf.committed and same_mesh and found.is_equivalent_to(sharding, leaf.ndim)
 
 
-def _copy(array: Any) -> Any:
+def copy_of(array: Any) -> Any:
     """A fresh buffer with the same contents and sharding."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jax.random.key_data(array).copy(), impl=jax.random.key_impl(array))

@@ -7,7 +7,7 @@ soon as the program that makes it has been started. Arrays are let go with the l
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,16 +17,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.emit.hlo import CompiledCollective
-from autopar.emit.manual import Emission
+from autopar.emit.manual import Emission, named_sharding
 from autopar.emit.stage import Form, Kind, Slot, form_of, form_spec
+from autopar.interop.home import home_of, spread_over
 from autopar.interop.split import AFTER, BEFORE, Port
 from autopar.interop.timing import schedule_of, simulate_plan
-from autopar.ir.plan import Plan
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import STAGE_AXIS, Part, Plan
 from autopar.ir.sharding import TensorSharding
-from autopar.runtime.executor import Owned, check_leaves, own_settings, put
+from autopar.runtime.executor import Owned, check_leaves, copy_of, own_settings, put
 from autopar.runtime.program import planned_stages
+from autopar.runtime.spread import Spread
 from autopar.runtime.stage import PARTS, Program, RunningStage, StageRun, backward_of
 from autopar.schedule import Schedule, Task
+from autopar.trace.parts import Parts, Pieces
 from autopar.trace.trace import Traced
 
 IN_FLIGHT = 128
@@ -41,6 +45,7 @@ class _Sending:
     """What goes from a stage to others at once: where the arrays stand there, the values of others that take them, and where.
 
     `step` is 1 for values of each microbatch, which stand one after the other. `drop` are those that the stage itself needs no longer.
+    State for another stage on the same devices is `copied`: each of the two gives up its own.
     """
 
     source: int
@@ -48,6 +53,7 @@ class _Sending:
     taken: tuple[tuple[int, int, int], ...]
     shardings: tuple[NamedSharding, ...]
     drop: tuple[int, ...]
+    copied: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +112,25 @@ class CompiledStages:
 class PipelineExecutable:
     """A plan in stages, compiled for devices that are here. Calling it with flat leaves runs one step and returns flat outputs."""
 
-    def __init__(self, runs: Sequence[StageRun], schedule: Schedule, order: Sequence[Task], donate: bool, mesh: Mesh, traced: Traced):
+    def __init__(
+        self,
+        runs: Sequence[StageRun],
+        schedule: Schedule,
+        order: Sequence[Task],
+        donate: bool,
+        mesh: Mesh,
+        traced: Traced,
+        pieces: Pieces = Pieces(),  # noqa: B008
+    ):
         self.schedule, self.order, self.mesh, self.traced = schedule, tuple(order), mesh, traced
         self.names, self.num_outputs = traced.graph.input_names, len(traced.graph.outputs)
         self.stages = [RunningStage(n, run, backward_of(schedule, n), donate, schedule.num_microbatches) for n, run in enumerate(runs)]
         self.rounds = max(run.stage.rounds for run in runs)
+        graph = traced.graph
+        self.spread_inputs = {k: self._spread(graph.avals[graph.inputs[k]].shape, p, self._taken_by) for k, p in pieces.inputs.items()}
+        self.spread_outputs = {k: self._spread(graph.aval(graph.outputs[k]).shape, p, self._made_by) for k, p in pieces.outputs.items()}
+        state = {stage.run.stage.leaves[i] for stage in self.stages for i in stage.carried}
+        self.spread_state = {k for k, spread in self.spread_inputs.items() if not state.isdisjoint(spread.positions)}
         self.sendings = self._sendings()
         self.sequence = tuple(self._sequence())
         for stage in self.stages:
@@ -153,6 +173,41 @@ class PipelineExecutable:
         arguments, peak = max(found.values(), key=lambda pair: pair[1])
         return {"argument": arguments, "output": 0, "alias": 0, "temp": peak - arguments, "total": peak}
 
+    def _taken_by(self, position: int) -> tuple[int, TensorSharding] | None:
+        """The stage that has a leaf, and how it lies there."""
+        for n, stage in enumerate(self.stages):
+            if position in (own := stage.run.stage.leaves):
+                return n, stage.plan.inputs[own.index(position)]
+        return None
+
+    def _made_by(self, position: int) -> tuple[int, TensorSharding] | None:
+        """The stage that gives an output, and how it lies there."""
+        for n, stage in enumerate(self.stages):
+            if position in (own := stage.run.stage.results):
+                return n, stage.plan.outputs[own.index(position)]
+        return None
+
+    def _spread(self, shape: tuple[int, ...], parts: Parts, find: Callable[[int], tuple[int, TensorSharding] | None]) -> Spread:
+        """A leaf that stages have in parts; a part that none has goes to the first."""
+        nowhere = 0, TensorSharding.replicated(len(shape))
+        there = [find(position) or nowhere for position in parts.positions]
+        placed = [Part(n, parts.dimension, *span, s) for (n, s), span in zip(there, parts.spans, strict=True)]
+        shardings = tuple(named_sharding(p.sharding, self.stages[p.stage].mesh) for p in placed)
+        meshes = [self.stages[p.stage].mesh for p in placed]
+        home = home_of(placed, self.schedule.device_of) if len({m.devices.shape for m in meshes}) == 1 else None
+        if home is None:
+            logical = LogicalMesh(tuple(self.mesh.axis_names), self.mesh.devices.shape)
+            where = named_sharding(spread_over(shape, logical), self.mesh)
+        else:
+            where = named_sharding(home.sharding, self._mesh_of(meshes))
+        return Spread(shape, parts.dimension, where, parts.positions, parts.borders[:-1], shardings, home is not None)
+
+    def _mesh_of(self, meshes: Sequence[Mesh]) -> Mesh:
+        """The meshes of some stages as one; that of the plan where it is all of them."""
+        devices = np.stack([m.devices for m in meshes])
+        same = self.mesh.axis_names[:1] == (STAGE_AXIS,) and list(self.mesh.devices.flat) == list(devices.flat)
+        return self.mesh if same else Mesh(devices, (STAGE_AXIS, *meshes[0].axis_names))
+
     def _sendings(self) -> Mapping[tuple[int, tuple[int, ...]], _Sending]:
         """(stage, parts of a piece) -> what goes to other stages once that piece has run."""
         found = {}
@@ -164,7 +219,7 @@ class PipelineExecutable:
         return found
 
     def _sending(self, n: int, stage: RunningStage, ports: Sequence[Port]) -> _Sending:
-        sent, taken, shardings, drop = [], [], [], []
+        sent, taken, shardings, drop, copied = [], [], [], [], []
         for port in ports:
             other = self.stages[port.other]
             kind: Kind = "each" if port.when == "each" else "once"
@@ -175,7 +230,9 @@ class PipelineExecutable:
             shardings.append(NamedSharding(other.mesh, form_spec(theirs.sharding)))
             if step and not stage.reads(mine):
                 drop.append(sent[-1][0])
-        return _Sending(n, tuple(sent), tuple(taken), tuple(shardings), tuple(dict.fromkeys(drop)))
+            if port.when == "before" and self.schedule.device_of[n] == self.schedule.device_of[port.other]:
+                copied.append(len(sent) - 1)
+        return _Sending(n, tuple(sent), tuple(taken), tuple(shardings), tuple(dict.fromkeys(drop)), tuple(copied))
 
     def _sequence(self) -> Iterator[_Start]:
         """All programs of a step in the order in which they are started, each with what is sent when it has been."""
@@ -202,7 +259,7 @@ class PipelineExecutable:
     def _step(self, leaves: Sequence[Any], owned: Owned) -> list[Any]:
         flight = _Flight(self.most)
         with jax.disable_jit(False), jax.transfer_guard("allow"):
-            self._place(leaves, owned)
+            self._place(self._in_parts(leaves, owned), owned)
             for n in range(len(self.stages)):
                 if (n, (BEFORE,)) in self.sendings:
                     self._send(self.sendings[n, (BEFORE,)], 0)
@@ -210,10 +267,13 @@ class PipelineExecutable:
                 flight.add(start.stage.start(start.program, start.microbatch))
                 if start.sending is not None:
                     self._send(start.sending, start.microbatch)
-            outputs: list[Any] = [None] * self.num_outputs
+            outputs: list[Any] = [None] * (self.num_outputs + sum(len(spread.positions) - 1 for spread in self.spread_outputs.values()))
             for stage in self.stages:
                 for k, x in stage.outputs():
                     outputs[k] = x
+            for k, spread in self.spread_outputs.items():
+                outputs[k] = spread.join([outputs[position] for position in spread.positions])
+            del outputs[self.num_outputs :]
         for array in outputs:
             owned.add(array)
         return outputs
@@ -222,6 +282,8 @@ class PipelineExecutable:
         """Put what a stage has made for others on their devices."""
         values = self.stages[sending.source].values
         arrays = [values[k + m * step] for k, step in sending.sent]
+        for n in sending.copied:
+            arrays[n] = copy_of(arrays[n])
         if len(arrays) == 1:  # a tenth faster than a list of one
             moved = [jax.device_put(arrays[0], sending.shardings[0])]
         else:
@@ -230,6 +292,28 @@ class PipelineExecutable:
             self.stages[n].values[k + m * step] = x
         for k in sending.drop:
             values[k + m] = None
+
+    def _in_parts(self, leaves: Sequence[Any], owned: Owned) -> Sequence[Any]:
+        """Leaves as stages have them. State that is not ours, or given twice, is copied: its parts are given up.
+
+        So is a leaf whose parts stages have in memory of their own.
+        """
+        if not self.spread_inputs:
+            return leaves
+        given = [*leaves, *[None] * sum(len(spread.positions) - 1 for spread in self.spread_inputs.values())]
+        kept = Counter(id(x) for x in leaves)
+        for k, spread in self.spread_inputs.items():
+            state, leaf = k in self.spread_state, leaves[k]
+            ours = leaf in owned and kept[id(leaf)] == 1
+            kept[id(leaf)] -= state
+            dtype = self.traced.graph.avals[self.traced.graph.inputs[k]].dtype
+            at_home = put(leaf, dtype, spread.home, copy=state and spread.direct and not ours)
+            for position, part in zip(spread.positions, spread.split(at_home), strict=True):
+                given[position] = part
+                owned.add(part)
+            if state and ours and not spread.direct:
+                leaf.delete()
+        return given
 
     def _place(self, leaves: Sequence[Any], owned: Owned) -> None:
         """Leaves on the devices of the stages that read them. State that is not ours, or given twice, is copied before it is given up,
@@ -291,4 +375,4 @@ def pipeline_for(plan: Plan, traced: Traced, mesh: Mesh, donate: bool = True) ->
         emission = Emission(graph, program.whole.program, found, data.sharding, as_written)
         runs.append(StageRun(stage, emission, program.constants(n), Mesh(where, data.sharding.mesh.names)))
     order = [span.task for span in simulate_plan(schedule, plan.stages).order]
-    return PipelineExecutable(runs, schedule, order, donate, mesh, traced)
+    return PipelineExecutable(runs, schedule, order, donate, mesh, traced, program.whole.pieces)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import jax
 
 from autopar import rules
+from autopar.emit.localise import localise
 from autopar.emit.lower import lower
 from autopar.emit.place import Place
 from autopar.errors import MicrobatchError, PlanError
@@ -17,7 +19,7 @@ from autopar.interop import Layers, layers_at, ops_of
 from autopar.interop.apart import summed_apart
 from autopar.interop.split import StageGraph, microbatch_loop, split
 from autopar.ir.check import check_plan
-from autopar.ir.graph import Aval, Graph, Op
+from autopar.ir.graph import Aval, Constant, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
 from autopar.ir.rule import ShardingRule
@@ -29,6 +31,7 @@ from autopar.trace.program import Equation
 from autopar.trace.recompute import recompute, repeatable
 from autopar.trace.roles import batch_groups
 from autopar.trace.trace import Traced
+from autopar.trace.unstack import unstack
 
 
 def planned(traced: Traced, plan: Plan) -> Traced:
@@ -67,10 +70,16 @@ def _divided(traced: Traced, count: int, batch_argnums: Sequence[int], accumulat
             "leaves that share their first dimension. Name the batch with `batch_argnums`, or use microbatches=1."
         )
     graph = traced.graph
-    found = tuple(rules.rule_for(op, graph.aval) for op in graph.ops)
+    found = tuple(_rule_over_time(op, graph) for op in graph.ops)
     parts = _separated(graph, found, groups, count)
     divided = divide(graph, traced.program, found, parts, _lower, accumulate_dtype == "as_written")
     return replace(traced, graph=divided.graph, program=divided.program)
+
+
+def _rule_over_time(op: Op, graph: Graph) -> ShardingRule:
+    """The rule of an op; a loop that begins with a literal may add up from there, where the literal counts in the first microbatch."""
+    begins = op.primitive == "loop_carry" and isinstance(op.operands[0], Constant)
+    return rules.rule_for(replace(op, operands=op.results) if begins else op, graph.aval)
 
 
 def _separated(graph: Graph, found: Sequence[ShardingRule], groups: Sequence[Sequence[int]], count: int) -> Separation:
@@ -85,6 +94,19 @@ def _separated(graph: Graph, found: Sequence[ShardingRule], groups: Sequence[Seq
         except MicrobatchError as error:
             refused.append(error)
     raise refused[0]
+
+
+def in_pieces(traced: Traced, cut: Callable[[int], Sequence[int]], batch_argnums: Sequence[int] = ()) -> Traced:
+    """The step whose scans over layers run in pieces between the borders `cut(length)`."""
+    state = sorted({i for i, _ in traced.roles.carried})
+    every = range(len(traced.graph.inputs) - traced.graph.num_constants)
+    groups = batch_groups(traced.signature, traced.roles, traced.graph, batch_argnums)
+    found = traced
+    for weights in (state, *([k for k in every if k not in batch] for batch in groups)):
+        found = unstack(traced, lambda length: tuple(cut(length)), weights, localise)
+        if found.pieces.borders or found.pieces.notes:
+            break
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,9 +148,13 @@ def in_layers(
 
 def staged(traced: Traced, plan: Plan) -> Staged:
     """The stages that a plan is for. Raises `PlanError` where the plan asks for what its program does not allow."""
-    ops = ops_of(traced.graph, traced.roles.carried)
     options = plan.options
+    if any(len(cut) < 2 or cut[0] or any(a >= b for a, b in pairwise(cut)) for cut in plan.scans):
+        raise PlanError(f"the plan cuts scans at {plan.scans}: borders begin at 0 and grow.")
+    borders = {cut[-1]: cut for cut in plan.scans}
     try:
+        traced = in_pieces(traced, lambda length: borders.get(length, (0, length)), options.get("batch_argnums", ()))
+        ops = ops_of(traced.graph, traced.roles.carried)
         layers = layers_at(ops, plan.layers)
         layered = in_layers(traced, layers, plan.microbatches, options.get("batch_argnums", ()), str(options.get("accumulate_dtype", "")))
     except (MicrobatchError, IndexError) as error:

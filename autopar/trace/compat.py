@@ -227,6 +227,90 @@ def _on_no_mesh(aval: Any) -> Any:
     return aval.update(sharding=jax.sharding.NamedSharding(_NO_MESH, jax.sharding.PartitionSpec(*(None,) * aval.ndim)), **varying)
 
 
+@dataclass
+class Writer:
+    """A program as it is being written: `equations` over variables, in order."""
+
+    equations: list[Any] = field(default_factory=list)
+
+    def add(self, like: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]], params: Mapping[str, Any]) -> list[Any]:
+        """An equation like another on other operands, with other parameters and results of these shapes; returns them."""
+        results = [variable_like(v, shape) for v, shape in zip(like.outvars, shapes, strict=True)]
+        self.equations.append(like.replace(invars=list(operands), outvars=results, params=dict(params)))
+        return results
+
+    def call(self, function: Callable[..., Any], operands: Sequence[Any], like: Any) -> list[Any]:
+        """The equations of a function of these operands, as if they stood where another equation does; returns its results."""
+        closed = make_jaxpr(function, [abstract_aval(v.aval) for v in operands])
+        env = dict(zip(closed.jaxpr.invars, operands, strict=True))
+        for e in closed.jaxpr.eqns:
+            env.update((v, jex.Var(v.aval)) for v in e.outvars)
+            inside = {"invars": [_read(env, v) for v in e.invars], "outvars": [env[v] for v in e.outvars]}
+            self.equations.append(e.replace(source_info=like.source_info, **inside))
+        return [_read(env, v) for v in closed.jaxpr.outvars]
+
+    def program(self, inputs: Sequence[Any], outputs: Sequence[Any], like: Any) -> Any:
+        """The program of all equations, with the constants of another."""
+        jaxpr = like.jaxpr.replace(invars=list(inputs), outvars=list(outputs), eqns=self.equations)
+        return jex.ClosedJaxpr(jaxpr, like.consts)
+
+
+def variable_like(variable: Any, shape: Sequence[int]) -> Any:
+    """A new variable of the same type but for its shape."""
+    return jex.Var(variable.aval if variable.aval.shape == tuple(shape) else variable.aval.update(shape=tuple(shape)))
+
+
+def inlined(closed: Any, stays: Callable[[Any], bool]) -> Any:
+    """A program with its calls opened: those of jitted functions and custom derivatives, but not checkpoints, nor calls that stay."""
+    constants: dict[int, tuple[Any, Any]] = {}
+    equations: list[Any] = []
+
+    def run(jaxpr: Any, env: dict[Any, Any], around: Any) -> None:
+        for e in jaxpr.eqns:
+            here = e.source_info
+            if around is not None:
+                traceback = here.traceback if source_line(e) else around.traceback
+                here = here.replace(name_stack=around.name_stack + here.name_stack, traceback=traceback)
+            operands = [_read(env, v) for v in e.invars]
+            inner = None if stays(e) or e.primitive.name not in _OPENED or e.primitive.name in CHECKPOINTS else opened(e)
+            if inner is None:
+                env.update((v, _fresh(v)) for v in e.outvars)
+                equations.append(e.replace(invars=operands, outvars=[env[v] for v in e.outvars], source_info=here))
+                continue
+            within = dict(zip(inner.jaxpr.invars, operands, strict=True))
+            for v, c in zip(inner.jaxpr.constvars, inner.consts, strict=True):
+                within[v] = constants.setdefault(id(c), (_fresh(v), c))[0]
+            run(inner.jaxpr, within, here)
+            env.update((v, _read(within, w)) for v, w in zip(e.outvars, inner.jaxpr.outvars, strict=True))
+
+    env = {v: _fresh(v) for v in closed.jaxpr.invars}
+    for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        env[v] = constants.setdefault(id(c), (_fresh(v), c))[0]
+    run(closed.jaxpr, env, None)
+    outputs = [_read(env, v) for v in closed.jaxpr.outvars]
+    pairs = list(constants.values())
+    jaxpr = closed.jaxpr.replace(
+        constvars=[v for v, _ in pairs], invars=[env[v] for v in closed.jaxpr.invars], outvars=outputs, eqns=equations
+    )
+    return jex.ClosedJaxpr(jaxpr, [c for _, c in pairs])
+
+
+def accumulators(equation: Any) -> tuple[int, ...]:
+    """Of a scan: the carried values to which each step adds something, and which it does not read otherwise, by position."""
+    inner, consts, carries = scan_parts(equation)
+    jaxpr = inner.jaxpr
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    reads = [v for e in jaxpr.eqns for v in e.invars if not is_literal(v)] + [v for v in jaxpr.outvars if not is_literal(v)]
+    found = []
+    for n, v in enumerate(jaxpr.invars[consts : consts + carries]):
+        out = jaxpr.outvars[n]
+        e = None if is_literal(out) else made.get(out)
+        adds = e is not None and e.primitive.name in ("add", "add_any") and sum(w is v for w in e.invars) == 1
+        if adds and sum(w is v for w in reads) == 1 and jax.numpy.issubdtype(v.aval.dtype, np.inexact):
+            found.append(n)
+    return tuple(found)
+
+
 def opened(equation: Any) -> Any | None:
     """The inner jaxpr of a call that tracing opens (jit, custom_jvp, custom_vjp, checkpoint, linear solves), closed; else None."""
     if equation.primitive.name == "custom_linear_solve":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -13,13 +13,17 @@ from autopar.errors import AutoparError, TraceError
 from autopar.ir.graph import Graph, Op
 from autopar.trace import arguments, compat
 from autopar.trace.flatten import flatten
+from autopar.trace.parts import Pieces
 from autopar.trace.program import Program
 from autopar.trace.roles import Roles, find_state
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A function traced for one signature; `flat` is the function of its traced leaves."""
+    """A function traced for one signature; `flat` is the function of its traced leaves, `closed` the jaxpr that the graph is made of.
+
+    `pieces` say which leaves the graph has in parts, if its scans over layers are cut.
+    """
 
     function: Callable[..., Any]
     signature: arguments.Signature
@@ -27,6 +31,8 @@ class Traced:
     program: Program
     roles: Roles
     flat: arguments.FlatFunction
+    closed: Any = None
+    pieces: Pieces = field(default_factory=Pieces)
 
     @property
     def out_positions(self) -> tuple[int, ...]:
@@ -65,7 +71,7 @@ def trace(
     for note in changed:
         warnings.warn(note, stacklevel=2)
     roles = replace(roles, notes=(*roles.notes, *changed, *map(_dropped, constraints)))
-    return Traced(function, signature, flattened.graph, flattened.program, roles, flat)
+    return Traced(function, signature, flattened.graph, flattened.program, roles, flat, closed)
 
 
 def _jaxpr(flat: arguments.FlatFunction, avals: Sequence[Any], axes: Mapping[str, int]) -> Any:

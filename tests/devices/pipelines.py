@@ -25,11 +25,12 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.runtime.executor import Owned, make_mesh
 from autopar.runtime.pipeline import PipelineExecutable
-from autopar.runtime.program import Staged, in_layers
+from autopar.runtime.program import Staged, in_layers, in_pieces
 from autopar.runtime.stage import StageRun
 from autopar.runtime.verify import alone, leaf_error
 from autopar.schedule import build
 from autopar.schedule.check import running
+from autopar.trace.parts import even_borders
 from autopar.trace.recompute import recompute, repeatable
 from autopar.trace.trace import Traced, trace
 
@@ -49,6 +50,7 @@ class Forced:
 
 def in_stages(traced: Traced, count: int, microbatches: int, schedule: str = "1f1b") -> Staged:
     """A traced step in so many stages, cut where its layers are found."""
+    traced = in_pieces(traced, lambda length: even_borders(length, count))
     layers = find_layers(ops_of(traced.graph, traced.roles.carried), count)
     return in_layers(traced, layers, microbatches).staged(range(count), schedule)
 
@@ -82,7 +84,7 @@ def forced(
     tasks = [task for _, task in running(order)]
     whole = make_mesh(LogicalMesh(("all",), (prod(sizes) * stages,)))
     found = tuple(tuple(collectives(p.graph, p.rules, plan, pricer)) for p, plan in zip(planned, plans, strict=True))
-    executable = PipelineExecutable(runs, order, tasks, donate, whole, traced)
+    executable = PipelineExecutable(runs, order, tasks, donate, whole, traced, program.whole.pieces)
     return Forced(traced, program, tuple(planned), executable, found)
 
 

@@ -32,6 +32,8 @@ class Flow:
     strategy: dict[int, Strategy] = field(default_factory=dict)
     unknown: set[int] = field(default_factory=set)
     """Values of a loop of which nothing is known yet but what comes in."""
+    caught: set[int] = field(default_factory=set)
+    """Values that are the same in every microbatch, and there in it alone: made by a loop that runs in each, or of such."""
 
     def run(self) -> None:
         for v in self.graph.inputs:
@@ -81,6 +83,10 @@ class Flow:
             for i in range(first, stop):
                 self.strategy.pop(i, None)
                 self.form.update(dict.fromkeys(self.graph.ops[i].results))
+        made = [r for i in range(first, stop) for r in self.graph.ops[i].results]
+        inside = fits and any(self.is_inside(i) for i in range(first, stop))
+        if fits and (inside if stop > first + 1 else not inside and not self.caught.isdisjoint(self.graph.ops[first].inputs)):
+            self.caught.update(r for r in made if (form := self.form[r]) is not None and form.is_replicated)
         for i in range(first, stop):
             for r in self.graph.ops[i].results:
                 if r in self.early:

@@ -102,7 +102,9 @@ class _Places:
         whole = {f for f in parts if f.is_replicated}
         if parts - whole and self._pulled_in(i, parts - whole, bool(whole) or read_early or read_late):
             parts = whole
-        if parts or read_early:
+        if parts and not flow.caught.isdisjoint(op.inputs):
+            self._within(i, flow.strategy[i])
+        elif parts or read_early:
             self._before(i)
         elif read_late or op.effects:
             self._after(i)
