@@ -16,6 +16,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.runtime.program import Layered, in_layers
 from autopar.schedule import build
 from autopar.schedule.formulas import Formula
+from autopar.trace.trace import Traced
 
 SPARING = 0.3
 """What all the memory of a device is worth where it is short, in the time of a step."""
@@ -42,9 +43,9 @@ class Division:
     cuts: dict[Any, Cut] = field(default_factory=dict)
 
     @staticmethod
-    def of(c: Compilation, layers: Layers, microbatches: int) -> Division:
+    def of(c: Compilation, step: Traced, layers: Layers, microbatches: int) -> Division:
         """Raises `MicrobatchError` where the step cannot run so."""
-        return Division(in_layers(c.traced, layers, microbatches, c.options.batch_argnums, c.options.accumulate_dtype), microbatches)
+        return Division(in_layers(step, layers, microbatches, c.options.batch_argnums, c.options.accumulate_dtype), microbatches)
 
     def cut(self, ranges: Sequence[tuple[int, int]], schedule: str) -> Cut:
         """The step in stages that hold these layers each."""
@@ -129,6 +130,8 @@ class Table:
     submesh: Any
     mesh: LogicalMesh
     known: dict[tuple[str, float], LayerCosts] = field(default_factory=dict)
+    fastest: float = float("inf")
+    """Seconds of the fastest stages that were found, whatever memory there is."""
 
     def sketch(self, formula: Formula, share: float = 1.0, below: float = float("inf")) -> Sketch | None:
         """The fastest stages under a schedule; None where none take less than `below` seconds, whatever memory there is. Raises
@@ -137,18 +140,21 @@ class Table:
         first = "none" if asked == "auto" else asked
         self._ask(first)
         free = self._stages(formula, None, [(first, 0.0)])
+        self.fastest = min(self.fastest, free.seconds)
         if free.seconds >= below:
             return None
         if max(stage.nbytes for stage in free.stages) <= share * self.budget:
             return Sketch(self, formula, free, share)
-        for mode, worth in [(mode, SPARING) for mode in (AGAIN if asked == "auto" else (asked,))]:
-            self._ask(mode, worth)
+        modes = AGAIN if asked == "auto" else (asked,)
+        self._ask(modes[-1], DEAR)
+        last = self._stages(formula, share * self.budget, list(self.known))  # or nothing will do
+        for mode in modes:
+            self._ask(mode, SPARING)
             try:
                 return Sketch(self, formula, self._stages(formula, share * self.budget, list(self.known)), share)
             except InfeasibleError:
                 continue
-        self._ask(mode, DEAR)
-        return Sketch(self, formula, self._stages(formula, share * self.budget, list(self.known)), share)
+        return Sketch(self, formula, last, share)
 
     def beyond(self, formula: Formula) -> list[Sketch]:
         """Sketches that hold more than there is: with as little more as there must be, and the fastest of all."""

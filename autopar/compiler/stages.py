@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,11 +14,14 @@ from autopar.compiler.compilation import Compilation, logical_meshes
 from autopar.compiler.sketch import FEW_OPS, Division, Sketch, Table
 from autopar.compiler.stage_plan import plan_of
 from autopar.errors import AutoparError, InfeasibleError, MicrobatchError, SolverError, UsageError
-from autopar.interop import fine_layers, ops_of
+from autopar.interop import Layers, find_layers, fine_layers, ops_of
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import STAGE_AXIS
+from autopar.runtime.program import in_pieces
 from autopar.schedule.formulas import Formula
+from autopar.trace.parts import even_borders
 from autopar.trace.roles import batch_leaves
+from autopar.trace.trace import Traced
 
 IN_TIME = ("eager_1f1b", "zero_bubble", "1f1b")
 """Schedules among which `auto` chooses, what holds most first: where memory decides nothing, one solution serves them all."""
@@ -50,8 +54,11 @@ def plan_for_any_stages(c: Compilation, whole: Callable[[Compilation], Compilati
     try:
         search = StageSearch(c, min([2, *counts]) * _chunks(c)) if counts else None
         for count in counts:
-            if search is not None and count * _chunks(c) <= search.num_layers:
+            assert search is not None
+            try:
                 search.sketch(count)
+            except UsageError:  # fewer layers than that
+                continue
         best = search.best(False) if search is not None else None
     except (InfeasibleError, MicrobatchError, SolverError, UsageError) as error:
         refused = error
@@ -76,46 +83,64 @@ def _faster(a: Candidate | None, b: Candidate | None) -> Candidate | None:
 
 
 class StageSearch:
-    """Sketches of plans in stages, and the fastest of them whose stages are planned. Layers are found once, for `least` of them or more."""
+    """Sketches of plans in stages, and the fastest of them whose stages are planned.
+
+    Layers are found once, for `least` of them or more; or for each number of stages, where scans over layers are cut for that.
+    """
 
     def __init__(self, c: Compilation, least: int):
         self.c = c
-        self.layers = fine_layers(ops_of(c.traced.graph, c.traced.roles.carried), least)
-        self.divisions: dict[int, Division] = {}
+        self.least = least
+        self.steps: dict[int, tuple[Traced, Layers]] = {}
+        self.divisions: dict[tuple[int, int], Division] = {}
         self.sketches: list[Sketch] = []
         self.beyond: list[Sketch] = []
         self.refused: list[InfeasibleError] = []
         self.unanswered: list[SolverError] = []
         self.tried: list[tuple[str, float]] = []
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers.costs)
+    def _step(self, count: int) -> tuple[int, Traced, Layers]:
+        """The step that is cut into so many stages and its layers, with a number that is that of others where these are the same."""
+        parts = count * _chunks(self.c)
+        step = in_pieces(self.c.traced, lambda length: even_borders(length, parts), self.c.options.batch_argnums)
+        key = parts if step.pieces.borders else 0
+        if key not in self.steps:
+            ops = ops_of(step.graph, step.roles.carried)
+            self.steps[key] = step, find_layers(ops, parts) if key else fine_layers(ops, self.least)
+        found, layers = self.steps[key]
+        if len(layers.costs) < parts:
+            raise UsageError(f"the step has {len(layers.costs)} layers, which do not make {parts} stages. Ask for fewer.")
+        return key, found, layers
 
     def sketch(self, count: int) -> None:
-        """Sketches in so many stages: with the number of microbatches that is asked for, or up and down from a likely one."""
+        """Sketches in so many stages: with the number of microbatches that is asked for, or up and down from a likely one.
+
+        That number is sought on the first logical mesh, which has one axis if the user does not say; then the others are tried.
+        """
+        submesh, meshes = _submeshes(self.c, count)
         if isinstance(self.c.options.microbatches, int):
-            self._sketches(count, self.c.options.microbatches)
+            self._sketches(count, submesh, meshes, self.c.options.microbatches)
             return
         counts = _microbatch_counts(self.c, count)
         first = min(range(len(counts)), key=lambda k: abs(counts[k] - LIKELY * count))
-        known = {first: self._sketches(count, counts[first])}
+        known = {first: self._sketches(count, submesh, meshes[:1], counts[first])}
         for step in (1, -1):
             at = first
             while 0 <= at + step < len(counts) and (at + step) not in known:
-                known[at + step] = self._sketches(count, counts[at + step])
+                known[at + step] = self._sketches(count, submesh, meshes[:1], counts[at + step])
                 if known[at + step] >= known[at] * (1 - GAIN) and known[at] < float("inf"):
                     break
                 at += step
+        self._sketches(count, submesh, meshes[1:], counts[min(known, key=lambda k: known[k])])
 
-    def _sketches(self, count: int, microbatches: int) -> float:
-        """Sketches on every logical mesh, under every schedule; the seconds of the fastest."""
-        submesh, meshes = _submeshes(self.c, count)
-        if microbatches not in self.divisions:
-            self.divisions[microbatches] = Division.of(self.c, self.layers, microbatches)
+    def _sketches(self, count: int, submesh: Any, meshes: Sequence[LogicalMesh], microbatches: int) -> float:
+        """Sketches on these logical meshes, under every schedule; the seconds of the fastest."""
+        key, step, layers = self._step(count)
+        if (key, microbatches) not in self.divisions:
+            self.divisions[key, microbatches] = Division.of(self.c, step, layers, microbatches)
         least = float("inf")
         for mesh in meshes:
-            table = Table(self.c, self.divisions[microbatches], count, submesh, mesh)
+            table = Table(self.c, self.divisions[key, microbatches], count, submesh, mesh)
             for name in _schedules(self.c):
                 formula = Formula(name, microbatches, _chunks(self.c))
                 try:
@@ -129,6 +154,7 @@ class StageSearch:
                     self.unanswered.append(error)
                     break
                 if found is None:
+                    least = min(least, table.fastest)
                     continue
                 self.c.progress(f"{found}: about {found.seconds * 1e3:.4g} ms")
                 self.sketches.append(found)
@@ -191,16 +217,15 @@ class StageSearch:
 
 
 def _stage_counts(c: Compilation) -> Iterator[int]:
-    """Numbers of stages to try: 1, 2, 4, ... that divide the devices, or the one that the user's mesh has an axis for."""
+    """Numbers of stages to try: 1, 2, 4, ... that divide the devices, one for each node first, or the one that the user's mesh has an axis
+    for."""
     fixed = next((mesh for mesh in c.meshes if STAGE_AXIS in mesh.names), None)
     if fixed is not None:
         yield fixed.by_name[STAGE_AXIS]
         return
-    count = 1
-    while count <= c.cluster.num_devices:
-        if c.cluster.num_devices % count == 0:
-            yield count
-        count *= 2
+    devices = c.cluster.num_devices
+    found = [2**k for k in range(devices.bit_length()) if devices % 2**k == 0]
+    yield from sorted(found, key=lambda count: abs(math.log2(count * c.cluster.shape[-1] / devices)))
 
 
 def _schedules(c: Compilation) -> tuple[str, ...]:
@@ -234,12 +259,20 @@ def _submeshes(c: Compilation, count: int) -> tuple[Any, tuple[LogicalMesh, ...]
     if c.restriction is not None:
         return part, c.meshes
     if fixed is None:
-        return part, logical_meshes(part, c.options.axis_names) if size > 1 else (LogicalMesh(c.options.axis_names[:1], (1,)),)
+        return part, _aligned(part, c.options.axis_names) if size > 1 else (LogicalMesh(c.options.axis_names[:1], (1,)),)
     if fixed.names[0] != STAGE_AXIS or fixed.sizes[0] != count:
         raise UsageError(
             f"{count} stages on a mesh of ({fixed}): let its first axis be {STAGE_AXIS!r}, of size {count}, or leave that axis out."
         )
     return part, (LogicalMesh(fixed.names[1:], fixed.sizes[1:]) if len(fixed.names) > 1 else LogicalMesh(("x",), (1,)),)
+
+
+def _aligned(cluster: Any, axis_names: Sequence[str]) -> tuple[LogicalMesh, ...]:
+    """The logical meshes of a stage, that of one axis first; where it has several nodes, an axis is within one or across them."""
+    found = logical_meshes(cluster, axis_names)
+    inner = cluster.shape[-1]
+    whole = [mesh for mesh in found if len(mesh.sizes) == 1 or cluster.num_devices == inner or mesh.sizes[-1] == inner]
+    return tuple(sorted(whole or found, key=lambda mesh: len(mesh.sizes)))
 
 
 def _part(cluster: Any, size: int) -> Any:
