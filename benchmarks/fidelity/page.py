@@ -59,9 +59,10 @@ def _tables(found: Sequence[Row]) -> str:
 def _orders(found: Sequence[Row]) -> str:
     ordered = groups(found)
     lines = ["\n## Which plan is faster\n", "| plans for one model and machine | plans | rank | regret of ours |", "|---|---|---|---|"]
-    lines += [f"| {g.group} | {g.plans} | {g.rank:+.2f} | {g.regret:.1%} |" for g in ordered]
-    if ordered:
-        lines.append(f"| **mean** | | {mean(g.rank for g in ordered):+.2f} | {mean(g.regret for g in ordered):.1%} |")
+    lines += [f"| {g.group}{'' if g.counts else ' (partly usable)'} | {g.plans} | {g.rank:+.2f} | {g.regret:.1%} |" for g in ordered]
+    for name, some in (("mean of usable rows", [g for g in ordered if g.counts]), ("mean of all", ordered)):
+        if some:
+            lines.append(f"| **{name}** | | {mean(g.rank for g in some):+.2f} | {mean(g.regret for g in some):.1%} |")
     return "\n".join(lines)
 
 

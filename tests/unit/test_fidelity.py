@@ -214,7 +214,13 @@ def _row(published: float, predicted: float, **rest) -> Row:
 
 def test_the_order_of_plans_and_the_regret_of_the_one_we_would_take():
     (group,) = groups([_row(p, q, group="g") for p, q in ((1.0, 2.0), (2.0, 1.5), (3.0, 4.0))])
-    assert group.plans == 3 and group.rank == pytest.approx(0.5) and group.regret == pytest.approx(1.0)
+    assert group.plans == 3 and group.rank == pytest.approx(0.5) and group.regret == pytest.approx(1.0) and group.counts
+
+
+def test_groups_with_rows_that_are_partly_usable_are_told_apart():
+    rows = [_row(p, 4 - p, group="g", usable=usable) for p, usable in ((1.0, "Y"), (2.0, "partial"), (3.0, "Y"))]
+    (group,) = groups(rows)
+    assert group.rank == pytest.approx(-1.0) and not group.counts
 
 
 def test_rows_that_served_to_fit_do_not_count():
