@@ -42,8 +42,9 @@ def _line(row: Row) -> str:
 def _orders(rows: Sequence[Row]) -> list[str]:
     found = groups(rows)
     lines = [f"rank {g.rank:+.2f}, regret {g.regret:.1%} among {g.plans} plans: {g.group}" for g in found]
-    if found:
-        lines.append(f"rank {mean(g.rank for g in found):+.2f}, regret {mean(g.regret for g in found):.1%} on average")
+    for name, some in (("of usable rows", [g for g in found if g.counts]), ("of all", found)):
+        if some:
+            lines.append(f"rank {mean(g.rank for g in some):+.2f}, regret {mean(g.regret for g in some):.1%} on average {name}")
     return lines
 
 

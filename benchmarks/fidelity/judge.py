@@ -72,12 +72,16 @@ class Summary:
 
 @dataclass(frozen=True)
 class Group:
-    """Plans for one model and machine: rank correlation (Spearman's), and how much slower than the best is the plan that we would take."""
+    """Plans for one model and machine: rank correlation (Spearman's), and how much slower than the best is the plan that we would take.
+
+    `counts`: all of its rows are fully usable; else something of a plan was inferred, or seconds were derived.
+    """
 
     group: str
     plans: int
     rank: float
     regret: float
+    counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -177,19 +181,20 @@ def groups(rows: Sequence[Row]) -> list[Group]:
     """Groups of three plans and more that ran, in all of which only the plan differs. What is one plan to us counts once, by its mean."""
     found = []
     for name in dict.fromkeys(row.group for row in rows if row.group):
+        mine = [row for row in rows if row.group == name and row.published and row.predicted]
         ran: dict[float, list[float]] = {}
-        for row in rows:
-            if row.group == name and row.published and row.predicted:
-                ran.setdefault(round(row.predicted, 6), []).append(row.published)
+        for row in mine:
+            ran.setdefault(round(row.predicted or 0.0, 6), []).append(row.published or 0.0)
         if len(ran) >= LEAST_PLANS:
-            found.append(_group(name, [(mean(published), predicted) for predicted, published in ran.items()]))
+            counts = all(row.usable == "Y" for row in mine)
+            found.append(_group(name, [(mean(published), predicted) for predicted, published in ran.items()], counts))
     return found
 
 
-def _group(name: str, ran: Sequence[tuple[Any, Any]]) -> Group:
+def _group(name: str, ran: Sequence[tuple[Any, Any]], counts: bool) -> Group:
     published, predicted = zip(*ran, strict=True)
     taken = min(ran, key=lambda each: each[1])[0]
-    return Group(name, len(ran), float(spearmanr(published, predicted).statistic), taken / min(published) - 1)
+    return Group(name, len(ran), float(spearmanr(published, predicted).statistic), taken / min(published) - 1, counts)
 
 
 def told(rows: Sequence[Row]) -> tuple[int, int]:
@@ -201,7 +206,7 @@ def told(rows: Sequence[Row]) -> tuple[int, int]:
 def passed(rows: Sequence[Row]) -> bool:
     """Whether every bar is met that the rows say something about."""
     whole = _summary("all", rows)
-    ordered, (right, of) = groups(rows), told(rows)
+    ordered, (right, of) = [g for g in groups(rows) if g.counts], told(rows)
     checks = [
         whole.median_error is not None and whole.median_error <= MEDIAN_BAR,
         whole.p90_error is not None and whole.p90_error <= TENTH_BAR,

@@ -22,12 +22,13 @@ import matplotlib.pyplot as plt  # noqa: E402, after the backend is chosen
 HEAD = """# Predictions beside published measurements
 
 Made by `python -m benchmarks.fidelity` and `python -m benchmarks.fidelity.page`; [costs](costs.md) says what is priced how. A row is mapped
-to `autopar.manual` on the zoo's models, planned with few layers, and drawn on in a straight line, for layers are alike. One efficiency for
-each machine and software is fitted to three rows at most (`benchmarks/fidelity/calibration.toml`); those rows count nowhere below.
+to `autopar.manual` on the zoo's models, planned with few layers, and drawn on in a straight line, for layers are alike. Rows in pipeline
+stages are put together from such parts, in the order of their schedule. One efficiency for each machine and software is fitted to three
+rows at most (`benchmarks/fidelity/calibration.toml`); those rows count nowhere below, save in the order of plans.
 
 This is no blind test: what each software does (`benchmarks/fidelity/case.py`: overlap, sums between slices, decomposed collectives, the
-rate of fused attention, 16-bit state of Alpa's mixtures of experts), and which rows to calibrate on, was settled with these errors in
-view. Rows of other tables are the test.
+rate of fused attention, fused kernels, what runs again in backward, passes of the optimiser, 16-bit state of Alpa's mixtures of experts),
+and which rows to calibrate on, was settled with these errors in view. Rows of other tables are the test.
 """
 
 
@@ -58,9 +59,10 @@ def _tables(found: Sequence[Row]) -> str:
 def _orders(found: Sequence[Row]) -> str:
     ordered = groups(found)
     lines = ["\n## Which plan is faster\n", "| plans for one model and machine | plans | rank | regret of ours |", "|---|---|---|---|"]
-    lines += [f"| {g.group} | {g.plans} | {g.rank:+.2f} | {g.regret:.1%} |" for g in ordered]
-    if ordered:
-        lines.append(f"| **mean** | | {mean(g.rank for g in ordered):+.2f} | {mean(g.regret for g in ordered):.1%} |")
+    lines += [f"| {g.group}{'' if g.counts else ' (partly usable)'} | {g.plans} | {g.rank:+.2f} | {g.regret:.1%} |" for g in ordered]
+    for name, some in (("mean of usable rows", [g for g in ordered if g.counts]), ("mean of all", ordered)):
+        if some:
+            lines.append(f"| **{name}** | | {mean(g.rank for g in some):+.2f} | {mean(g.regret for g in some):.1%} |")
     return "\n".join(lines)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.fidelity.case import Case, Layout, Model, Skipped, Unmapped
+from benchmarks.fidelity.case import Case, Layout, Model, Share, Skipped, Unmapped
 
 Row = Mapping[str, str]
 GIB = 2**30
@@ -83,6 +84,13 @@ def parts(batch: int, micro: int, data: int) -> int:
     return batch // (micro * data)
 
 
+def each(layers: int, stages: int) -> int:
+    """Layers of each stage. Raises `Unmapped` where they are not equally many."""
+    if layers % stages:
+        raise Unmapped(f"{layers} layers do not divide into {stages} stages, and how they are shared out is not given")
+    return layers // stages
+
+
 def gpt(row: Row, *, layers: str = "layers", heads: str = "heads", seq: str = "seq", **changes: object) -> Model:
     """A GPT of a row's sizes."""
     sizes = {"hidden": number(row, "hidden"), "heads": number(row, heads), "seq": number(row, seq), "vocab": number(row, "vocab", 51200)}
@@ -100,16 +108,18 @@ def megatron(row: Row) -> Case:
     software = "megatron-core" if "Core" in row["system"] else "megatron-2020" if old else "megatron"
     if not row["mbs"]:
         raise Unmapped("the microbatch is not given")
+    sequence, chunks = row["seq_par"] == "yes", number(row, "vpp_chunks", 1)
     layout = Layout(
         data=data,
         tensor=tensor,
-        pipeline=pipeline,
         remat=remat_of(row["recompute"]),
-        sequence_parallel=row["seq_par"] == "yes",
+        sequence_parallel=sequence,
         microbatches=parts(batch, number(row, "mbs"), data),
-        schedule="interleaved" if "interleaved" in row["schedule"] else "1f1b" if pipeline > 1 else "auto",
-        interleave=number(row, "vpp_chunks", 1),
     )
+    if pipeline > 1:
+        share = Share(each(number(row, "layers"), pipeline * chunks), data, tensor, sequence)
+        schedule = "interleaved" if chunks > 1 else "1f1b"
+        layout = replace(layout, shares=(share,) * (pipeline * chunks), schedule=schedule, interleave=chunks)
     gpus, nodes = number(row, "gpus"), number(row, "gpus_per_node", 8)
     found = _case(software, row["hw"], gpus, nodes, gpt(row), layout, batch, row["precision"], step)
     return replace(found, layer="one transformer layer" in row["table"])
@@ -128,7 +138,8 @@ def alpa(row: Row) -> Case:
     found = _case(
         software, machine, number(row, "num_gpus"), number(row, "gpus_per_host"), _alpa_model(row), layout, batch, row["dtype"], step
     )
-    group = f"{row['table']}: {row['model_name']} on {row['num_gpus']}"
+    other = "" if software == "alpa" else f" by {software}"
+    group = f"{row['table']}: {row['model_name']} on {row['num_gpus']}{other}"
     return replace(found, peak_bytes=peak, fits=fits, group=group)
 
 
@@ -137,16 +148,16 @@ def _alpa_layout(row: Row) -> Layout:
     words = row["plan"]
     if method == "heuristic":
         raise Unmapped("its heuristic has no name among ours")
-    single = "layers[all]" in words or "1 stage" in words or "single" in words
-    if not row["pp"] and not single or number(row, "pp", 1) > 1:
-        raise Unmapped("pipeline stages: rows with them are not mapped yet")
+    stages = _alpa_stages(row)
+    if stages:
+        return Layout(shares=stages, schedule="1f1b", zero=0 if method == "megatron" else 2, **_alpa_parts(row))
     first, second = number(row, "dp", 1), number(row, "op", 1)
     if not row["dp"] and number(row, "num_gpus") > 1:
-        shape = re.search(r"logical(\d+)x(\d+)", words)
+        shape = re.search(r"logical(\d+)x(\d+)", words) or re.search(r"logical_shapes=\[\[(\d+); (\d+)\]\]", words)
         if not shape:
             raise Unmapped("the logical mesh is not given")
         first, second = int(shape[1]), int(shape[2])
-    same = {"remat": remat_of(row["remat"]), "microbatches": number(row, "num_microbatches")}
+    same = _alpa_parts(row)
     zero = {"data_parallel": 0, "zero_2": 2, "zero_3": 3, "deepspeed": 2, "megatron": 0}.get(method)
     if zero is not None:
         return Layout(data=first, tensor=second, zero=zero, **same)
@@ -157,6 +168,64 @@ def _alpa_layout(row: Row) -> Layout:
     if row["model"].startswith("Wide"):
         return Layout(data=first, tensor=second, free=True, **same)
     return Layout(data=first, tensor=second, zero=2, **same)
+
+
+def _alpa_parts(row: Row) -> dict[str, Any]:
+    """What is made again, and in how many microbatches: as many as were fastest, where that is what is said."""
+    remat = remat_of(row["remat"])
+    best = re.search(r"micro-batch count is the best of (\d+)\.\.(\d+)", row["notes"])
+    if row["num_microbatches"] or not best:
+        return {"remat": remat, "microbatches": number(row, "num_microbatches")}
+    counts = [int(best[1])]
+    while counts[-1] < int(best[2]):
+        counts.append(2 * counts[-1])
+    return {"remat": remat, "counts": tuple(counts)}
+
+
+def _alpa_stages(row: Row) -> tuple[Share, ...]:
+    """The pipeline stages of a row of Alpa's, none for a single one. Raises `Unmapped` where they are not given."""
+    words = row["plan"]
+    if number(row, "pp", 1) > 1 and not row["model"].startswith("Wide"):
+        experts = row["model"].startswith("MoE")
+        layers = each(number(row, "layers") // (2 if experts else 1), number(row, "pp"))
+        return (Share(layers, number(row, "dp", 1), number(row, "op", 1)),) * number(row, "pp")
+    if row["model"].startswith("Wide") and not row["pp"] == "1" and "logical" not in words:
+        return _blocks(words)
+    lists = re.search(r"(?:layers|forward_stage_layer_ids)='?(\[\[.*?\]\])", words)
+    if lists:
+        logical = re.search(r"(?:logical|submesh_logical_shapes)='?(\[\[.*?\]\])", words)
+        assert logical
+        groups, meshes = _numbers(lists[1]), _numbers(logical[1])
+        return _grouped(row, [len(group) for group in groups], [(d, t) for d, t in meshes])
+    found = re.findall(r"\[([\d.,]+)(?: of \d+)?\]@(?:mesh)?[\dx]+ logical(\d+)x(\d+)", words)
+    return _grouped(row, [_count(ids) for ids, _, _ in found], [(int(d), int(t)) for _, d, t in found])
+
+
+def _blocks(words: str) -> tuple[Share, ...]:
+    """Stages of a Wide-ResNet's blocks, as in `[0-8]@4 dp4; [9-10]@1`; each on one device where no number is given."""
+    found = re.findall(r"\[(\d+)(?:-(\d+))?\](?:@(\d+))?", words)
+    return tuple(Share(int(last or first) - int(first) + 1, int(devices or 1)) for first, last, devices in found)
+
+
+def _numbers(text: str) -> list[list[int]]:
+    """Lists in lists, as in `[[0; 1]; [2]]`."""
+    return [[int(n) for n in part.split(";")] for part in re.findall(r"\[([\d; ]+)\]", text)]
+
+
+def _count(ids: str) -> int:
+    """How many numbers `0,1` or `0..3` names."""
+    first, _, last = ids.partition("..")
+    return int(last) - int(first) + 1 if last else len(ids.split(","))
+
+
+def _grouped(row: Row, groups: Sequence[int], meshes: Sequence[tuple[int, int]]) -> tuple[Share, ...]:
+    """Stages of so many of Alpa's layers each, which are as many of the model's each."""
+    if len(groups) < 2:
+        return ()
+    blocks = 16 if row["model"].startswith("Wide") else number(row, "layers") // (2 if row["model"].startswith("MoE") else 1)
+    size = each(blocks, sum(groups))
+    free = row["model"].startswith("Wide")
+    return tuple(Share(size * n, d, t, free=free) for n, (d, t) in zip(groups, meshes, strict=True))
 
 
 def _alpa_model(row: Row) -> Model:
@@ -221,13 +290,14 @@ def training(row: Row) -> Case:
     dtype_of(row["precision"])
     if not row["dp"] and not row["fsdp"]:
         raise Unmapped("the plan is not given")
+    if number(row, "pp", 1) > 1:
+        raise Unmapped("pipeline stages: the zoo's Llama is not cut into parts")
     software, data, shard = _trainer(row), number(row, "dp", 1), number(row, "fsdp", 1)
     batch = number(row, "gbs")
     layout = Layout(
         replica=data if shard > 1 else 1,
         data=shard if shard > 1 else data,
         tensor=number(row, "tp", 1),
-        pipeline=number(row, "pp", 1),
         context=number(row, "cp", 1),
         zero=3 if shard > 1 else 0,
         remat=remat_of(row["recompute"]),
@@ -253,8 +323,6 @@ def _case(
     software: str, machine: str, devices: int, per_node: int, model: Model, layout: Layout, batch: int, dtype: str, step: float | None
 ) -> Case:
     """A case whose place in its file is filled in later. Raises `Unmapped` for plans that cannot be asked for."""
-    if layout.pipeline > 1:
-        raise Unmapped("pipeline stages: rows with them are not mapped yet")
     if layout.devices != devices:
         raise Unmapped(f"the plan is for {layout.devices} devices, the machine has {devices}")
     return Case("", "", 0, "", software, machine, devices, min(per_node, devices), model, layout, batch, dtype_of(dtype), step)
