@@ -11,6 +11,7 @@ from autopar.compiler.compilation import Compilation
 from autopar.compiler.stages import plan_for_any_stages, plan_in_stages
 from autopar.compiler.steps import run
 from autopar.errors import InfeasibleError, MicrobatchError, SolverError
+from autopar.intraop.meshes import TooSlow
 from autopar.trace.roles import batch_leaves
 
 
@@ -46,6 +47,8 @@ def _as_memory_asks(c: Compilation) -> Compilation:
             found = run(replace(c, microbatches=count, below=below, least=False, tried=tuple(tried)))
         except MicrobatchError:
             break
+        except TooSlow:
+            break  # nor would more microbatches be faster
         except InfeasibleError:
             tried.append(f"{words}: nothing fits")
             if best is not None:

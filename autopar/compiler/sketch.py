@@ -147,14 +147,10 @@ class Table:
             return Sketch(self, formula, free, share)
         modes = AGAIN if asked == "auto" else (asked,)
         self._ask(modes[-1], DEAR)
-        last = self._stages(formula, share * self.budget, list(self.known))  # or nothing will do
+        self._stages(formula, share * self.budget, list(self.known))  # or nothing will do
         for mode in modes:
             self._ask(mode, SPARING)
-            try:
-                return Sketch(self, formula, self._stages(formula, share * self.budget, list(self.known)), share)
-            except InfeasibleError:
-                continue
-        return Sketch(self, formula, last, share)
+        return Sketch(self, formula, self._stages(formula, share * self.budget, list(self.known)), share)
 
     def beyond(self, formula: Formula) -> list[Sketch]:
         """Sketches that hold more than there is: with as little more as there must be, and the fastest of all."""

@@ -92,6 +92,7 @@ class StageSearch:
         self.c = c
         self.least = least
         self.steps: dict[int, tuple[Traced, Layers]] = {}
+        self.known: dict[int, tuple[int, Traced, Layers]] = {}
         self.divisions: dict[tuple[int, int], Division] = {}
         self.sketches: list[Sketch] = []
         self.beyond: list[Sketch] = []
@@ -102,6 +103,8 @@ class StageSearch:
     def _step(self, count: int) -> tuple[int, Traced, Layers]:
         """The step that is cut into so many stages and its layers, with a number that is that of others where these are the same."""
         parts = count * _chunks(self.c)
+        if parts in self.known:
+            return self.known[parts]
         step = in_pieces(self.c.traced, lambda length: even_borders(length, parts), self.c.options.batch_argnums)
         key = parts if step.pieces.borders else 0
         if key not in self.steps:
@@ -110,7 +113,8 @@ class StageSearch:
         found, layers = self.steps[key]
         if len(layers.costs) < parts:
             raise UsageError(f"the step has {len(layers.costs)} layers, which do not make {parts} stages. Ask for fewer.")
-        return key, found, layers
+        self.known[parts] = key, found, layers
+        return self.known[parts]
 
     def sketch(self, count: int) -> None:
         """Sketches in so many stages: with the number of microbatches that is asked for, or up and down from a likely one.
@@ -126,12 +130,12 @@ class StageSearch:
         known = {first: self._sketches(count, submesh, meshes[:1], counts[first])}
         for step in (1, -1):
             at = first
-            while 0 <= at + step < len(counts) and (at + step) not in known:
+            while 0 <= at + step < len(counts) and not (step < 0 and known[at] == float("inf")):  # fewer hold more
                 known[at + step] = self._sketches(count, submesh, meshes[:1], counts[at + step])
                 if known[at + step] >= known[at] * (1 - GAIN) and known[at] < float("inf"):
                     break
                 at += step
-        self._sketches(count, submesh, meshes[1:], counts[min(known, key=lambda k: known[k])])
+        self._sketches(count, submesh, meshes[1:], counts[min(sorted(known, reverse=True), key=lambda k: known[k])])
 
     def _sketches(self, count: int, submesh: Any, meshes: Sequence[LogicalMesh], microbatches: int) -> float:
         """Sketches on these logical meshes, under every schedule; the seconds of the fastest."""

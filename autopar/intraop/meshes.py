@@ -29,6 +29,10 @@ BOUND_SHARE = 0.25
 Values = frozenset[int]
 
 
+class TooSlow(InfeasibleError):
+    """On no mesh can a plan be as fast as what is known, whatever memory there is."""
+
+
 @dataclass(frozen=True, eq=False)
 class Search:
     """What is sought: a plan of one of the `variants` under `budget` bytes per device. `pins` are by mesh, `clock` is in seconds.
@@ -180,7 +184,9 @@ def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) ->
         _tell(search, chosen)
     if not found and unanswered:
         raise unanswered[0]
-    if not found and not (least and refused):
+    if not found and not refused:
+        raise TooSlow("no plan can be as fast as what is known.")
+    if not found and not least:
         raise InfeasibleError("no plan that was looked for fits, or is as fast as what is known.")
     if not found:
         found.append(_at_last(search, refused))
