@@ -72,6 +72,7 @@ def _as_memory_asks(c: Compilation) -> Compilation:
 def _holding_least(c: Compilation) -> Compilation:
     """A plan that only what holds least allows, with as many microbatches as make that less. Raises the least bad `InfeasibleError`."""
     refused: InfeasibleError | None = None
+    worse = 0
     for count in _counts(c):
         c.progress(f"what holds least, with {count} microbatches" if count > 1 else "what holds least")
         try:
@@ -79,11 +80,12 @@ def _holding_least(c: Compilation) -> Compilation:
         except MicrobatchError:
             break
         except InfeasibleError as error:
-            if refused is not None and not 0 < error.peak_bytes < refused.peak_bytes:
+            if refused is None or 0 < error.peak_bytes < refused.peak_bytes:
+                refused, worse = error, 0
+            else:
+                worse += 1  # sums that are kept over microbatches may cost what the first halving saves
+            if worse == 2 or not c.least or not error.peak_bytes:
                 break
-            refused = error
-        if not c.least or not refused.peak_bytes:
-            break
     assert refused is not None
     raise refused
 
