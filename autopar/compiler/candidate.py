@@ -216,7 +216,8 @@ class Candidate:
         chosen, held_for = self._solved_before(key, flight)
         if chosen is None:
             c.progress(f"stage {n} on mesh {self.mesh}")
-            variants = Variants(stage.graph, lambda graph: self._shape(graph, stage, flight), self.remat[n])
+            told = {v: str(s[0]) for v, s in {**named, **pins}.items() if v >= 0}
+            variants = Variants(stage.graph, lambda graph: self._shape(graph, stage, flight, told), self.remat[n])
             chosen, held_for = self._cheapest(n, variants, budget, {**named, **pins}), flight
             self.known[(*key, flight)] = chosen
         return Solved(chosen, chosen.shape.graph, stage, held_for)
@@ -243,9 +244,11 @@ class Candidate:
                 return chosen, n
         return None, flight
 
-    def _shape(self, graph: Graph, stage: StageGraph, flight: int) -> Shape:
+    def _shape(self, graph: Graph, stage: StageGraph, flight: int, told: Mapping[int, str]) -> Shape:
+        """The fold of a stage's graph; `told` says how inputs must lie."""
         found = tuple(rule_table.rule_for(op, graph.aval) for op in graph.ops)
-        pinned = {v: f"received {n}" for n, v in enumerate(graph.inputs) if n >= len(stage.leaves) - graph.num_constants}
+        first = len(stage.leaves) - graph.num_constants
+        pinned = {**told, **{v: f"received {n}" for n, v in enumerate(graph.inputs) if n >= first}}
         restriction = restriction_of(self.c)
         known = None if restriction is None else self._labels(stage)
         return shape_of(
@@ -295,6 +298,7 @@ class Candidate:
         as_written = self.pricer.as_written
         residual = sum(f.sharding.local_bytes(graph.avals[f.value], self.mesh, as_written) for f in kept)
         arguments = self._given(n)
+        running, updating = solved.chosen.peaks
         size = self.mesh.num_devices
         device = self.schedule.device_of[n]
         return Stage(
@@ -308,7 +312,7 @@ class Candidate:
             seconds.get(WEIGHT, 0.0) / times,
             sum(s for part, s in seconds.items() if part >= AFTER),
             arguments,
-            int(max(solved.chosen.peak_bytes - (solved.flight - self.in_flight(n)) * residual, arguments)),
+            int(max(running - (solved.flight - self.in_flight(n)) * residual, updating, arguments)),
             int(residual),
             self.in_flight(n),
             tuple(self._sent(n)),

@@ -10,7 +10,7 @@ from typing import Any
 from autopar.compiler.candidate import Candidate, Cut
 from autopar.compiler.compilation import Compilation, budget_of
 from autopar.compiler.layer_costs import LayerCosts, layer_costs
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, SolverError
 from autopar.interop import Chain, Choice, Grid, Layers, Link, StagePlan, Submesh, plan_stages
 from autopar.ir.mesh import LogicalMesh
 from autopar.runtime.program import Layered, in_layers
@@ -23,6 +23,9 @@ SPARING = 0.3
 
 DEAR = 10 * SPARING
 """The same where it is very short."""
+
+LEAST_SHARE = 0.5
+"""Share of the memory below which no stages are sought."""
 
 MORE = (1.15, 1.4, 2.0, 4.0)
 """Shares of the memory with which stages are sought where none fit: layers by themselves may keep more than they do in a stage."""
@@ -115,9 +118,14 @@ class Sketch:
         """A sketch with less memory, for one of whose stages one took `peak` bytes."""
         share = self.share * min(0.97, self.table.budget / peak if peak else 0.9)
         try:
-            return self.table.sketch(self.formula, share) if share > 0.5 else None
-        except InfeasibleError:
-            return None
+            while share > LEAST_SHARE:
+                found = self.table.sketch(self.formula, share)
+                if found is not None and found.stages.stages != self.stages.stages:
+                    return found
+                share *= 0.95
+        except (InfeasibleError, SolverError):
+            pass
+        return None
 
 
 @dataclass(eq=False)
@@ -154,13 +162,17 @@ class Table:
 
     def beyond(self, formula: Formula) -> list[Sketch]:
         """Sketches that hold more than there is: with as little more as there must be, and the fastest of all."""
-        found = [Sketch(self, formula, self._stages(formula, None, list(self.known)[:1]), 1.0)]
+        found: list[Sketch] = []
         for share in MORE:
             try:
-                return [*filter(None, [self.sketch(formula, share)]), *found]
-            except InfeasibleError:
+                found += filter(None, [self.sketch(formula, share)])
+                break
+            except (InfeasibleError, SolverError):
                 continue
-        return found
+        try:
+            return [*found, Sketch(self, formula, self._stages(formula, None, list(self.known)[:1]), 1.0)] if self.known else found
+        except InfeasibleError:
+            return found
 
     @property
     def budget(self) -> float:

@@ -6,6 +6,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,9 @@ IN_TIME = ("eager_1f1b", "zero_bubble", "1f1b")
 MOST = 4
 """Sketches of which the stages are planned."""
 
+FAILURES = 12
+"""Sketches whose stages are planned and do not fit, after which no more are."""
+
 LIKELY = 4
 """Microbatches per stage that are tried first."""
 
@@ -48,31 +52,29 @@ def plan_for_any_stages(c: Compilation, whole: Callable[[Compilation], Compilati
     """The fastest plan over numbers of stages, `whole` giving that in one, if there is one that takes less than `Compilation.below`."""
     begin = time.perf_counter()
     counts = [count for count in _stage_counts(c) if count > 1]
+    search = StageSearch(c, min([2, *counts]) * _chunks(c))
     refused: AutoparError | None = None
-    search: StageSearch | None = None
     best: Candidate | None = None
     try:
-        search = StageSearch(c, min([2, *counts]) * _chunks(c)) if counts else None
         for count in counts:
-            assert search is not None
-            try:
+            with suppress(TooFewLayers):
                 search.sketch(count)
-            except UsageError:  # fewer layers than that
-                continue
-        best = search.best(False) if search is not None else None
-    except (InfeasibleError, MicrobatchError, SolverError, UsageError) as error:
+        best = search.best(False) if search.sketches or search.beyond else None
+    except (InfeasibleError, MicrobatchError, SolverError) as error:
         refused = error
+    if best is not None and _fixed(c) is not None:
+        return search.planned(best, begin)
     c.progress("one stage")
     try:
         one = whole(replace(c, below=best.seconds if best else None, least=c.least and best is None))
     except (InfeasibleError, MicrobatchError, SolverError) as error:
-        if search is None or best is None:
+        if best is None:
             raise (error if refused is None or isinstance(error, InfeasibleError) else refused) from None
         return search.planned(best, begin)
     assert one.plan is not None
     alone = one.plan.predicted.step_time_s
-    tried = (("one stage", alone), *(search.tried if search else ()))
-    if search is not None and best is not None and best.seconds < alone:
+    tried = (("one stage", alone), *search.tried)
+    if best is not None and best.seconds < alone:
         return search.planned(best, begin, (("one stage", alone),))
     return replace(one, plan=replace(one.plan, candidates=(*one.plan.candidates, *tried)))
 
@@ -80,6 +82,10 @@ def plan_for_any_stages(c: Compilation, whole: Callable[[Compilation], Compilati
 def _faster(a: Candidate | None, b: Candidate | None) -> Candidate | None:
     """The faster of two; of equals the first."""
     return a if b is None or (a is not None and a.seconds <= b.seconds * (1 + 1e-9)) else b
+
+
+class TooFewLayers(UsageError):
+    """A step has not as many layers as stages are asked for."""
 
 
 class StageSearch:
@@ -96,6 +102,8 @@ class StageSearch:
         self.divisions: dict[tuple[int, int], Division] = {}
         self.sketches: list[Sketch] = []
         self.beyond: list[Sketch] = []
+        self.passed_over: list[tuple[Table, Formula]] = []
+        self.foretold: list[InfeasibleError] = []
         self.refused: list[InfeasibleError] = []
         self.unanswered: list[SolverError] = []
         self.tried: list[tuple[str, float]] = []
@@ -109,10 +117,13 @@ class StageSearch:
         key = parts if step.pieces.borders else 0
         if key not in self.steps:
             ops = ops_of(step.graph, step.roles.carried)
-            self.steps[key] = step, find_layers(ops, parts) if key else fine_layers(ops, self.least)
+            try:
+                self.steps[key] = step, find_layers(ops, parts) if key else fine_layers(ops, self.least, _chunks(self.c))
+            except UsageError as error:
+                raise TooFewLayers(str(error)) from None
         found, layers = self.steps[key]
         if len(layers.costs) < parts:
-            raise UsageError(f"the step has {len(layers.costs)} layers, which do not make {parts} stages. Ask for fewer.")
+            raise TooFewLayers(f"the step has {len(layers.costs)} layers, which do not make {parts} stages. Ask for fewer.")
         self.known[parts] = key, found, layers
         return self.known[parts]
 
@@ -150,7 +161,7 @@ class StageSearch:
                 try:
                     found = table.sketch(formula, below=min((s.seconds for s in self.sketches), default=float("inf")))
                 except InfeasibleError as error:
-                    self.refused.append(error)
+                    self.foretold.append(error)
                     self.beyond += table.beyond(formula)
                     continue
                 except SolverError as error:
@@ -158,6 +169,7 @@ class StageSearch:
                     self.unanswered.append(error)
                     break
                 if found is None:
+                    self.passed_over.append((table, formula))
                     least = min(least, table.fastest)
                     continue
                 self.c.progress(f"{found}: about {found.seconds * 1e3:.4g} ms")
@@ -170,8 +182,13 @@ class StageSearch:
         heap = [(s.seconds, n, s) for n, s in enumerate(self.sketches)]
         heapq.heapify(heap)
         best: Candidate | None = None
-        planned = 0
-        while heap and (best is None or planned < MOST):
+        planned = failed = 0
+        while failed < FAILURES and planned < MOST:
+            if not heap and best is None:
+                heap = [(s.seconds, n, s) for n, s in enumerate(self._passed_over())]
+                heapq.heapify(heap)
+            if not heap:
+                break
             seconds, n, sketch = heapq.heappop(heap)
             if best is not None and seconds >= best.seconds:
                 break
@@ -185,7 +202,17 @@ class StageSearch:
                     heapq.heappush(heap, (smaller.seconds, n, smaller))
             best = _faster(best, found)
             planned += found is not None
+            failed += found is None
         return best or self._at_last(least)
+
+    def _passed_over(self) -> list[Sketch]:
+        """The sketches that were not looked for, as none could be as fast as one that does not fit after all."""
+        found: list[Sketch] = []
+        while self.passed_over:
+            table, formula = self.passed_over.pop()
+            with suppress(InfeasibleError, SolverError):
+                found += filter(None, [table.sketch(formula)])
+        return found
 
     def _at_last(self, least: bool) -> Candidate:
         """What holds less than sketches foretell may fit after all. Raises the least bad `InfeasibleError`."""
@@ -195,8 +222,9 @@ class StageSearch:
             best = _faster(best, self._candidate(sketch, "auto" if exactly else None, least))
         if best is not None:
             return best
-        if self.refused:
-            raise min(self.refused, key=lambda e: e.peak_bytes or float("inf"))
+        for errors in (self.refused, self.foretold):
+            if errors:
+                raise min(errors, key=lambda e: e.peak_bytes or float("inf"))
         raise self.unanswered[0]
 
     def _candidate(self, sketch: Sketch, remat: str | None = None, least: bool = False) -> Candidate | None:
@@ -223,13 +251,18 @@ class StageSearch:
 def _stage_counts(c: Compilation) -> Iterator[int]:
     """Numbers of stages to try: 1, 2, 4, ... that divide the devices, one for each node first, or the one that the user's mesh has an axis
     for."""
-    fixed = next((mesh for mesh in c.meshes if STAGE_AXIS in mesh.names), None)
+    fixed = _fixed(c)
     if fixed is not None:
         yield fixed.by_name[STAGE_AXIS]
         return
     devices = c.cluster.num_devices
     found = [2**k for k in range(devices.bit_length()) if devices % 2**k == 0]
-    yield from sorted(found, key=lambda count: abs(math.log2(count * c.cluster.shape[-1] / devices)))
+    yield from sorted(found, key=lambda count: abs(math.log2(count / c.cluster.shape[0])))
+
+
+def _fixed(c: Compilation) -> LogicalMesh | None:
+    """The user's own mesh that has an axis for stages."""
+    return next((mesh for mesh in c.meshes if STAGE_AXIS in mesh.names), None)
 
 
 def _schedules(c: Compilation) -> tuple[str, ...]:
@@ -245,7 +278,7 @@ def _microbatch_counts(c: Compilation, stages: int) -> list[int]:
     batch = batch_leaves(c.traced.signature, c.traced.roles, c.traced.graph, c.options.batch_argnums)
     size = c.traced.graph.avals[c.traced.graph.inputs[batch[0]]].shape[0] if batch else 1
     wanted = [stages * 2**k for k in range(size.bit_length()) if size % (stages * 2**k) == 0]
-    return wanted or [max(n for n in range(1, size + 1) if size % n == 0 and n <= 2 * stages)]
+    return wanted or [max((n for n in range(1, size + 1) if size % n == 0 and n <= 2 * stages), default=1)]
 
 
 def _chunks(c: Compilation) -> int:
@@ -255,7 +288,7 @@ def _chunks(c: Compilation) -> int:
 def _submeshes(c: Compilation, count: int) -> tuple[Any, tuple[LogicalMesh, ...]]:
     """One stage's share of the cluster, and the logical meshes worth trying on it."""
     whole = c.cluster.num_devices
-    fixed = next((mesh for mesh in c.meshes if STAGE_AXIS in mesh.names), None)
+    fixed = _fixed(c)
     if whole % count:
         raise UsageError(f"{whole} devices do not divide into {count} stages. Ask for a number of stages that divides them.")
     size = whole // count
@@ -274,7 +307,7 @@ def _submeshes(c: Compilation, count: int) -> tuple[Any, tuple[LogicalMesh, ...]
 def _aligned(cluster: Any, axis_names: Sequence[str]) -> tuple[LogicalMesh, ...]:
     """The logical meshes of a stage, that of one axis first; where it has several nodes, an axis is within one or across them."""
     found = logical_meshes(cluster, axis_names)
-    inner = cluster.shape[-1]
+    inner = math.prod(cluster.shape[1:])
     whole = [mesh for mesh in found if len(mesh.sizes) == 1 or cluster.num_devices == inner or mesh.sizes[-1] == inner]
     return tuple(sorted(whole or found, key=lambda mesh: len(mesh.sizes)))
 

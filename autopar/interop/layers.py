@@ -74,8 +74,8 @@ def find_layers(ops: Ops, count: int, begins: Sequence[int] = (), slack: float =
     return layers_at(ops, [int(forward[p]) for p in borders])
 
 
-def fine_layers(ops: Ops, least: int) -> Layers:
-    """As many layers as the program has blocks alike, or `FEW` where it has fewer; `least` of them or more.
+def fine_layers(ops: Ops, least: int, chunks: int = 1) -> Layers:
+    """As many layers as the program has blocks alike, or `FEW` where it has fewer; `least` of them or more, and a multiple of `chunks`.
 
     Raises `UsageError` where it cannot be cut into `least`.
     """
@@ -85,7 +85,7 @@ def fine_layers(ops: Ops, least: int) -> Layers:
     alike = max(Counter(kinds[p] for p in narrow).values(), default=0)
     most = int(may[1:].sum()) + 1
     wanted = (alike, alike + 1) if alike >= FEW else (FEW,)
-    found = [find_layers(ops, count) for count in sorted({max(least, min(n, most)) for n in wanted})]
+    found = [find_layers(ops, count) for count in sorted({max(least, min(n, most) // chunks * chunks) for n in wanted})]
     return min(found, key=lambda layers: max(layers.costs) * len(layers.costs))
 
 

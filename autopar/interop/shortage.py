@@ -41,8 +41,6 @@ def _nearest(table: Tables, grid: Grid, formula: Formula, levels: int, cutoff: f
     frame = Frame(table.row, table.units, table.total)
     interleaved = formula.name == "interleaved"
     for count in range(1, levels + 1) if formula.counts_all else (levels,):
-        if interleaved and formula.microbatches % count:
-            continue
         needs = partial(_needs, table, formula, count)
         found = sweep(frame, partial(_least, needs), np.zeros_like(table.hops.forward), np.maximum, count, cutoff, interleaved)
         if found is not None:

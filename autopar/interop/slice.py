@@ -86,9 +86,8 @@ def best_stages(table: Tables, grid: Grid, formula: Formula, levels: int, cutoff
 
 
 def _counts(formula: Formula, layers: int, levels: int) -> list[int]:
-    """The numbers of stages that a schedule may have. Interleaving wants whole rounds of microbatches, and a layer for each chunk."""
-    most = min(levels, layers // formula.chunks)
-    return [count for count in range(1, most + 1) if formula.name != "interleaved" or formula.microbatches % count == 0]
+    """The numbers of stages that a schedule may have. Interleaving wants a layer for each chunk."""
+    return list(range(1, min(levels, layers // formula.chunks) + 1))
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,7 @@ class Search:
 
     def holds(self, plan: StagePlan) -> bool:
         """Whether a plan takes and holds, among as many stages as it has, no more than was found for it."""
-        whole = self.formula.name != "interleaved" or plan.microbatches % len(plan.stages) == 0
-        return whole and plan.seconds <= self.value * (1 + 1e-9) and all(stage.nbytes <= self.limit for stage in plan.stages)
+        return plan.seconds <= self.value * (1 + 1e-9) and all(stage.nbytes <= self.limit for stage in plan.stages)
 
     def _branch(self, low: tuple[int, ...], first: bool) -> None:
         """Boxes by their bounds, until none can hold a better plan."""

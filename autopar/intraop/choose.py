@@ -120,7 +120,10 @@ def _sparing(problem: Problem, price: float, options: SolveOptions, graph: Graph
     times = [next((i for i, op in enumerate(graph.ops) if op.phase == "backward"), len(graph.ops) // 2)]
     while True:
         weighed = _weighed(problem, price, times)
-        found = solvers.solve(weighed, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=False)
+        try:
+            found = solvers.solve(weighed, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=False)
+        except Infeasible as error:  # whatever memory there is
+            raise Infeasible(str(error), proven=True) from None
         peak = evaluate(problem, found.choice, found.side).peak_time
         if not price or len(times) == 2 or peak < _after_loops(graph):
             return replace(found, bound=found.bound - price * len(times) * (problem.budget or 0.0), memory_rows=len(times) * (price > 0))
@@ -132,12 +135,14 @@ def _by_duality(solution: Solution, price: Price, peak: float, problem: Problem,
     weight, budget = options.memory_price or 0.0, problem.budget or 0.0
     if peak > budget:
         raise InfeasibleError(
-            f"a plan that spares memory at {weight:.3g} s per byte still takes {peak:,.0f} of {budget:,.0f} bytes per device.",
+            f"no plan was found that fits {budget:,.0f} bytes per device: one that spares memory at {weight:.3g} s per byte still takes "
+            f"{peak:,.0f}. Use more devices, more microbatches or stages, or more memory.",
             peak_bytes=int(peak),
             budget_bytes=int(budget),
         )
     bound = min(price.total_s, max(0.0, solution.bound))
-    status: Status = "optimal" if price.total_s - bound <= options.gap * price.total_s else "feasible"
+    open_: Status = "time_limit" if solution.status == "time_limit" else "feasible"
+    status = "optimal" if price.total_s - bound <= options.gap * price.total_s else open_
     return replace(solution, objective=price.total_s, bound=bound, status=status)
 
 

@@ -315,7 +315,7 @@ class _Enumerator:
                 times = self.graph.value_times(v)
                 again = value.again and (value.again[0], id(value.again[1]))
                 held = self._is_held(v, value, users)
-                kept = v in self.shape.kept
+                kept = self._is_kept(v)
                 kind = (value.node, id(value.vector), aval, needs, layers, held, times, again, self._barred(v), kept)
                 kinds.setdefault(kind, []).append((v, value, users))
         return [self._network(members) for members in kinds.values()]
@@ -402,7 +402,7 @@ class _Enumerator:
             held,
             self.graph.value_times(v),
             value.again,
-            self.shape.flight if v in self.shape.kept else 1,
+            self.shape.flight if self._is_kept(v) else 1,
         )
 
     def _states(self, aval: Aval, kinds: tuple[Reduction, ...], barred: Barred) -> StateGraph:
@@ -428,6 +428,10 @@ class _Enumerator:
             key = (value.node, start, stop)
             total[key] = total[key] + nbytes if key in total else nbytes
         return [Usage(node, start, stop, nbytes) for (node, start, stop), nbytes in total.items()]
+
+    def _is_kept(self, v: int) -> bool:
+        """Whether each microbatch in flight keeps a value from its forward to its backward, if backward does not make it again."""
+        return v in self.shape.kept or (self.shape.flight > 1 and v in self.twin)
 
     def _in_flight(self, v: int, stop: int) -> bool:
         """Whether a value is kept as it is made, to `stop`, by each microbatch of a pipeline stage that is between forward and backward."""

@@ -95,7 +95,7 @@ def most_at_once(found: Iterable[Buffer]) -> int:
     for start, stop, nbytes in found:
         change[start] = change.get(start, 0) + nbytes
         change[stop + 1] = change.get(stop + 1, 0) - nbytes
-    return max(0, *accumulate(change[i] for i in sorted(change)))
+    return max(accumulate(change[i] for i in sorted(change)), default=0)
 
 
 def _is_outer(op: Op) -> bool:

@@ -13,7 +13,7 @@ import autopar
 import cost_models
 from autopar import models
 from autopar.costs import Pricer
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, MicrobatchError
 from autopar.interop import fine_layers, ops_of
 from autopar.intraop.choose import SolveOptions, choose_on
 from autopar.intraop.shape import Shape, shape_of
@@ -102,3 +102,23 @@ def test_masks_are_not_kept_for_each_microbatch_in_flight():
     plan = autopar.plan(masked, args, "fast-link:2", options=options)
     scores = 2 * 256 * 256 * 4
     assert all(stage.residual_bytes < 1.25 * scores for stage in plan.stages), "no mask and no fill value of the scores' shape"
+
+
+@pytest.mark.parametrize("dims", [(None, "x"), ("x", None)])
+def test_pins_of_an_optimisers_state_hold_in_stages(dims):
+    name = "mu['layer_0']['mlp']['up']['kernel']"
+    options = autopar.Options(stages=2, microbatches=2, schedule="1f1b", axis_names=("x",), pins={f"*{name}": dims})
+    plan = autopar.plan(*models.build("gpt-tiny"), "fast-link:4", options=options)
+    found = [leaf.sharding.dims for leaf in plan.inputs if leaf.path.endswith(name)]
+    assert found == [tuple((d,) if d else () for d in dims)]
+
+
+def test_a_step_that_cannot_run_in_microbatches_has_one_stage():
+    def step(ws, x):
+        value, grads = jax.value_and_grad(lambda ws: jnp.sum(jnp.tanh(jnp.std(jnp.tanh(x @ ws[0]) @ ws[1], axis=0)) @ ws[0]))(ws)
+        return [w - 0.1 * g for w, g in zip(ws, grads, strict=True)], value
+
+    args = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2, jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    with pytest.raises(MicrobatchError):
+        autopar.plan(step, args, "fast-link:4", options=autopar.Options(stages=2))
+    assert not autopar.plan(step, args, "fast-link:4", options=autopar.Options(stages="auto")).stages

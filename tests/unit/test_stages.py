@@ -20,7 +20,7 @@ from benchmarks import stages
 
 FORMULAS = [
     *(Formula(name, m) for name in ("gpipe", "1f1b", "eager_1f1b", "zero_bubble", "forward") for m in (1, 2, 5)),
-    *(Formula("interleaved", m, v) for m, v in ((2, 1), (4, 2))),
+    *(Formula("interleaved", m, v) for m, v in ((2, 1), (4, 2), (5, 2))),
 ]
 
 
@@ -64,8 +64,7 @@ class Case:
         found = [(np.empty(0), np.empty(0))]
         for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, n), k) for k in range(n)):
             borders = (0, *cuts, n)
-            whole = formula.name != "interleaved" or m % (len(cuts) + 1) == 0
-            if whole and not any((b - a) % formula.chunks for a, b in itertools.pairwise(borders)):
+            if not any((b - a) % formula.chunks for a, b in itertools.pairwise(borders)):
                 for meshes in itertools.product(self.grid.submeshes, repeat=len(cuts) + 1):
                     if sum(mesh.size for mesh in meshes) == self.grid.size:
                         options = [self.choices(self.classes[a:b], s, m) for a, b, s in zip(borders, borders[1:], meshes, strict=False)]
