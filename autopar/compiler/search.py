@@ -12,6 +12,8 @@ from autopar.compiler.stages import plan_for_any_stages, plan_in_stages
 from autopar.compiler.steps import run
 from autopar.errors import InfeasibleError, MicrobatchError, SolverError
 from autopar.intraop.meshes import TooSlow
+from autopar.intraop.solvers.scaled import LARGE_COLUMNS
+from autopar.ir.mesh import LogicalMesh
 from autopar.trace.roles import batch_leaves
 
 
@@ -44,7 +46,8 @@ def _as_memory_asks(c: Compilation) -> Compilation:
         c.progress(words)
         try:
             below = c.below if best is None else best.seconds_per_step
-            found = run(replace(c, microbatches=count, below=below, least=False, tried=tuple(tried)))
+            meshes = c.meshes if best is None else _meshes_after(best)
+            found = run(replace(c, meshes=meshes, microbatches=count, below=below, least=False, tried=tuple(tried)))
         except MicrobatchError:
             break
         except TooSlow:
@@ -67,6 +70,12 @@ def _as_memory_asks(c: Compilation) -> Compilation:
     if best is None and c.below is not None:
         raise InfeasibleError("no plan that was looked for fits, or is as fast as what is known.")
     return best or _holding_least(c)
+
+
+def _meshes_after(best: Compilation) -> tuple[LogicalMesh, ...]:
+    """The logical meshes on which more microbatches are tried: of a large program that of the best plan, since each takes minutes."""
+    assert best.chosen is not None
+    return best.meshes if best.chosen.solve.variables <= LARGE_COLUMNS else (best.chosen.pricer.mesh,)
 
 
 def _holding_least(c: Compilation) -> Compilation:
