@@ -271,12 +271,26 @@ class PipelineExecutable:
             for stage in self.stages:
                 for k, x in stage.outputs():
                     outputs[k] = x
-            for k, spread in self.spread_outputs.items():
-                outputs[k] = spread.join([outputs[position] for position in spread.positions])
+            self._join(outputs)
             del outputs[self.num_outputs :]
         for array in outputs:
             owned.add(array)
         return outputs
+
+    def _join(self, outputs: list[Any]) -> None:
+        """Put leaves together of their parts. Two leaves of the same parts are one array, so that a step which takes both copies one; where
+        only some parts are the same, they are copied here. No two arrays have the same memory.
+        """
+        given = {k: [outputs[position] for position in spread.positions] for k, spread in self.spread_outputs.items()}
+        joined: dict[tuple[Any, ...], Any] = {}
+        used: set[int] = set()
+        for k, parts in given.items():
+            spread = self.spread_outputs[k]
+            key = spread.home, *map(id, parts)
+            if key not in joined:
+                joined[key] = spread.join([copy_of(x) if id(x) in used else x for x in parts])
+            used.update(map(id, parts))
+            outputs[k] = joined[key]
 
     def _send(self, sending: _Sending, m: int) -> None:
         """Put what a stage has made for others on their devices."""

@@ -235,6 +235,27 @@ def test_a_stacked_leaf_given_twice_is_split():
     assert_close(state, jax.jit(step)({"a": expected["a"], "b": expected["a"]}, x)[0])
 
 
+@pytest.mark.parametrize("layers", [4, 5])
+def test_a_stacked_value_given_back_as_two_leaves_goes_round(layers):
+    """What is one array on the stages is one outside too: the next step copies one of the two before it gives both up."""
+
+    def step(state, x):
+        def loss(w):
+            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0] ** 2)
+
+        value, g = jax.value_and_grad(loss)(state["params"] + state["mean"])
+        new = state["params"] - 0.1 * g + 0.01 * state["anchor"]
+        return {"params": new, "anchor": new, "mean": 0 * g, "square": 0 * g + 0 * state["square"]}, value
+
+    ours = autopar.parallelize(step, FAST, stages=2, microbatches=4, axis_names=("x",), batch_argnums=1)
+    w, x = weights(layers)["w"], np.random.default_rng(0).standard_normal((8, 8))
+    mine = theirs = {"params": w, "anchor": 2 * w, "mean": w / 2, "square": w * w}
+    for _ in range(3):
+        (mine, found), (theirs, expected) = ours(mine, x), jax.jit(step)(theirs, x)
+        assert_close(found, expected)
+        assert_close(mine, theirs)
+
+
 def test_blocks_are_laid_anew_on_the_devices_that_want_them():
     devices = np.array(jax.devices()).reshape(4, 2)
     x = np.arange(6 * 8 * 3.0).reshape(6, 8, 3)
