@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from autopar.runtime.executor import copy_of
+
 Index = tuple[tuple[int, int], ...]
 
 
@@ -76,7 +78,7 @@ def relaid(
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         wanted = tuple((b + i.start, b + i.stop) for b, i in zip(begin, _plain(index, shape), strict=True))
         block = _block(wanted, device, blocks)
-        found.append(block.copy() if fresh and any(block is b.data for b in blocks) else block)
+        found.append(copy_of(block) if fresh and any(block is b.data for b in blocks) else block)
     return jax.make_array_from_single_device_arrays(shape, sharding, found)
 
 
@@ -97,8 +99,10 @@ class _Block:
 
 
 def _blocks(start: tuple[int, ...], array: jax.Array) -> Iterator[_Block]:
+    """What each device has of an array. (A shard's own index is one of the integers behind it where the array has keys.)"""
+    where = array.sharding.devices_indices_map(array.shape)
     for shard in array.addressable_shards:
-        index = tuple((s + i.start, s + i.stop) for s, i in zip(start, _plain(shard.index, array.shape), strict=True))
+        index = tuple((s + i.start, s + i.stop) for s, i in zip(start, _plain(where[shard.device], array.shape), strict=True))
         yield _Block(index, shard.device, shard.data)
 
 

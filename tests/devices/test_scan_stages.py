@@ -256,6 +256,31 @@ def test_a_stacked_value_given_back_as_two_leaves_goes_round(layers):
         assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("layers", [4, 5])
+def test_stacked_keys_go_round_with_the_state(layers):
+    def step(state, x):
+        w, keys = state
+
+        def loss(w):
+            def layer(h, q):
+                w, k = q
+                return jnp.tanh(h @ w) + jax.random.normal(k, (8,)), None
+
+            return jnp.mean(jax.lax.scan(layer, x, (w, keys))[0] ** 2)
+
+        value, g = jax.value_and_grad(loss)(w)
+        return (w - 0.1 * g, jax.vmap(lambda k: jax.random.fold_in(k, 1))(keys)), value
+
+    ours = autopar.parallelize(step, FAST, stages=2, microbatches=4, axis_names=("x",), batch_argnums=1)
+    x = np.random.default_rng(0).standard_normal((8, 8))
+    mine = theirs = weights(layers)["w"], jax.random.split(jax.random.key(0), layers)
+    assert all(leaf.parts for leaf in ours.plan(mine, x).inputs[:2])
+    for _ in range(3):
+        (mine, found), (theirs, expected) = ours(mine, x), jax.jit(step)(theirs, x)
+        assert_close(found, expected)
+        assert_close((mine[0], jax.random.key_data(mine[1])), (theirs[0], jax.random.key_data(theirs[1])))
+
+
 def test_blocks_are_laid_anew_on_the_devices_that_want_them():
     devices = np.array(jax.devices()).reshape(4, 2)
     x = np.arange(6 * 8 * 3.0).reshape(6, 8, 3)
