@@ -7,7 +7,7 @@ soon as the program that makes it has been started. Arrays are let go with the l
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -288,7 +288,7 @@ class PipelineExecutable:
             spread = self.spread_outputs[k]
             key = spread.home, *map(id, parts)
             if key not in joined:
-                joined[key] = spread.join([copy_of(x) if id(x) in used else x for x in parts])
+                joined[key] = spread.join([_unused(x, used) for x in parts])
             used.update(map(id, parts))
             outputs[k] = joined[key]
 
@@ -297,7 +297,8 @@ class PipelineExecutable:
         values = self.stages[sending.source].values
         arrays = [values[k + m * step] for k, step in sending.sent]
         for n in sending.copied:
-            arrays[n] = copy_of(arrays[n])
+            with own_settings(self.stages[sending.source].mesh):
+                arrays[n] = copy_of(arrays[n])
         if len(arrays) == 1:  # a tenth faster than a list of one
             moved = [jax.device_put(arrays[0], sending.shardings[0])]
         else:
@@ -321,7 +322,8 @@ class PipelineExecutable:
             ours = leaf in owned and kept[id(leaf)] == 1
             kept[id(leaf)] -= state
             dtype = self.traced.graph.avals[self.traced.graph.inputs[k]].dtype
-            at_home = put(leaf, dtype, spread.home, copy=state and spread.direct and not ours)
+            with own_settings(spread.mesh):
+                at_home = put(leaf, dtype, spread.home, copy=state and spread.direct and not ours)
             for position, part in zip(spread.positions, spread.split(at_home), strict=True):
                 given[position] = part
                 owned.add(part)
@@ -349,6 +351,15 @@ class PipelineExecutable:
                     stage.values[stage.inputs[position]] = put(leaf, dtype, sharding, copy)
             for place, constant in zip(stage.inputs[len(stage.inputs) - len(stage.constants) :], stage.constants, strict=True):
                 stage.values[place] = constant
+
+
+def _unused(array: jax.Array, used: Collection[int]) -> jax.Array:
+    """The array, or a copy of it where that is in use."""
+    if id(array) not in used:
+        return array
+    assert isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh)
+    with own_settings(array.sharding.mesh):
+        return copy_of(array)
 
 
 def _sent(stage: RunningStage, port: Port) -> Form:

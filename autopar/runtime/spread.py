@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from autopar.runtime.executor import copy_of
+from autopar.runtime.executor import copy_of, own_settings
 
 Index = tuple[tuple[int, int], ...]
 
@@ -77,9 +79,15 @@ def relaid(
     found = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         wanted = tuple((b + i.start, b + i.stop) for b, i in zip(begin, _plain(index, shape), strict=True))
-        block = _block(wanted, device, blocks)
-        found.append(copy_of(block) if fresh and any(block is b.data for b in blocks) else block)
+        with _on(device):
+            block = _block(wanted, device, blocks)
+            found.append(copy_of(block) if fresh and any(block is b.data for b in blocks) else block)
     return jax.make_array_from_single_device_arrays(shape, sharding, found)
+
+
+def _on(device: Any) -> AbstractContextManager[None]:
+    """Ops of one device run under a mesh of that device: JAX refuses them under one of others, as the caller's may be."""
+    return own_settings(Mesh(np.array([device]), ("device",)))
 
 
 def _data(array: jax.Array, count: int) -> list[jax.Array]:
@@ -127,7 +135,8 @@ def _block(wanted: Index, device: Any, blocks: Sequence[_Block]) -> Any:
 def _moved(block: _Block, index: Index, device: Any) -> Any:
     """A part of a block on another device."""
     inside = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(index, block.index, strict=True))
-    return jax.device_put(block.data if index == block.index else block.data[inside], device)
+    with _on(block.device):
+        return jax.device_put(block.data if index == block.index else block.data[inside], device)
 
 
 def _assembled(pieces: Mapping[Index, Any]) -> Any:

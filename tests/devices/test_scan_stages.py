@@ -281,6 +281,17 @@ def test_stacked_keys_go_round_with_the_state(layers):
         assert_close((mine[0], jax.random.key_data(mine[1])), (theirs[0], jax.random.key_data(theirs[1])))
 
 
+@pytest.mark.parametrize(("name", "schedule"), [("plain", "1f1b"), ("plain 5", "1f1b"), ("shared", "interleaved")])
+def test_a_step_in_stages_runs_within_the_callers_mesh(name, schedule):
+    """Not even one of other devices plays a part where leaves are taken apart, or where they or their parts are copied."""
+    step, state, batch, ours = running(name, schedule=schedule)
+    state = jax.tree.map(jnp.asarray, state)
+    with jax.set_mesh(Mesh(np.array(jax.devices()[1:3]), ("q",))):
+        first, _ = ours(state, batch)
+        second, _ = ours(first, batch)
+    assert_close(second, jax.jit(step)(jax.jit(step)(state, batch)[0], batch)[0])
+
+
 def test_blocks_are_laid_anew_on_the_devices_that_want_them():
     devices = np.array(jax.devices()).reshape(4, 2)
     x = np.arange(6 * 8 * 3.0).reshape(6, 8, 3)
