@@ -129,6 +129,8 @@ def _block(wanted: Index, device: Any, blocks: Sequence[_Block]) -> Any:
         common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, block.index, strict=True))
         if all(a < b for a, b in common) and (common not in pieces or block.device == device):
             pieces[common] = block
+    if not pieces:  # an empty leaf: every block of it is as good
+        return jax.device_put(blocks[0].data, device).reshape([b - a for a, b in wanted])
     return _assembled({index: _moved(block, index, device) for index, block in pieces.items()})
 
 

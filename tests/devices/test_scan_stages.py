@@ -292,6 +292,25 @@ def test_a_step_in_stages_runs_within_the_callers_mesh(name, schedule):
     assert_close(second, jax.jit(step)(jax.jit(step)(state, batch)[0], batch)[0])
 
 
+@pytest.mark.parametrize("layers", [4, 5])
+def test_a_stacked_leaf_may_be_empty(layers):
+    def step(state, x):
+        def loss(w):
+            return jnp.mean(jax.lax.scan(lambda h, q: (jnp.tanh(h @ q[0]) + jnp.sum(q[1]), None), x, w)[0] ** 2)
+
+        value, g = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, g), value
+
+    ours = autopar.parallelize(step, FAST, stages=2, microbatches=4, axis_names=("x",), batch_argnums=1)
+    x = np.random.default_rng(0).standard_normal((8, 8))
+    mine = theirs = weights(layers)["w"], np.zeros((layers, 0, 8))
+    for _ in range(2):
+        (mine, found), (theirs, expected) = ours(mine, x), jax.jit(step)(theirs, x)
+        assert_close(found, expected)
+        assert mine[1].shape == (layers, 0, 8)
+        assert_close(mine[0], theirs[0])
+
+
 def test_blocks_are_laid_anew_on_the_devices_that_want_them():
     devices = np.array(jax.devices()).reshape(4, 2)
     x = np.arange(6 * 8 * 3.0).reshape(6, 8, 3)
