@@ -324,7 +324,7 @@ class PipelineExecutable:
             dtype = self.traced.graph.avals[self.traced.graph.inputs[k]].dtype
             with own_settings(spread.mesh):
                 at_home = put(leaf, dtype, spread.home, copy=state and spread.direct and not ours)
-            for position, part in zip(spread.positions, spread.split(at_home), strict=True):
+            for position, part in zip(spread.positions, spread.split(at_home, fresh=state), strict=True):
                 given[position] = part
                 owned.add(part)
             if state and ours and not spread.direct:

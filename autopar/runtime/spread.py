@@ -37,11 +37,13 @@ class Spread:
         assert isinstance(self.home.mesh, Mesh)
         return self.home.mesh
 
-    def split(self, leaf: jax.Array) -> list[jax.Array]:
-        """The parts of a leaf that lies at home: where that is direct, the same memory, else memory of their own."""
+    def split(self, leaf: jax.Array, fresh: bool) -> list[jax.Array]:
+        """The parts of a leaf that lies at home: where that is direct, the same memory, else memory of their own if they are to be `fresh`,
+        as parts must be that are given up.
+        """
         if not self.direct:
             whole = [((0,) * len(self.shape), leaf)]
-            return [relaid(whole, self._shape(n), s, self._begin(n), fresh=True) for n, s in enumerate(self.shardings)]
+            return [relaid(whole, self._shape(n), s, self._begin(n), fresh) for n, s in enumerate(self.shardings)]
         each = len(self.shardings[0].device_set)
         found: list[jax.Array] = []
         for n, sharding in enumerate(self.shardings):

@@ -14,7 +14,7 @@ from scan_steps import CLIPPED, STEPS, WHOLE, weights
 import autopar
 from autopar import StateError
 from autopar.ir.serialize import plan_from_dict
-from autopar.runtime.spread import relaid
+from autopar.runtime.spread import Spread, relaid
 from autopar.trace.trace import trace
 
 DROPOUT = {"dropout", "gpt", "gpt remat", "gpt axis 1"}
@@ -324,6 +324,18 @@ def test_blocks_are_laid_anew_on_the_devices_that_want_them():
     starts = ((0, 0, 0), (3, 0, 0), (4, 0, 0))
     again = relaid(list(zip(starts, parts, strict=True)), (6, 8, 3), whole.sharding, (0, 0, 0))
     np.testing.assert_array_equal(again, x)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_parts_have_memory_of_their_own_only_where_they_are_given_up(fresh):
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    home = NamedSharding(Mesh(devices, ("s", "x")), P(("s", "x")))
+    parts = NamedSharding(Mesh(devices[0], ("x",)), P()), NamedSharding(Mesh(devices[1], ("x",)), P("x"))
+    leaf = jax.device_put(np.arange(24.0).reshape(8, 3), home)
+    found = Spread((8, 3), 0, home, (0, 1), (0, 4), parts, direct=False).split(leaf, fresh)
+    np.testing.assert_array_equal(np.concatenate(found), leaf)
+    here, there = ([s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (leaf, found[1]))
+    assert set(here).isdisjoint(there) if fresh else here[2:] == there
 
 
 @pytest.mark.parametrize("scans", [[[]], [[0, 3, 2, 4]], [[1, 2, 4]], [[0, 1, 4]], []])
