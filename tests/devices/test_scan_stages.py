@@ -87,7 +87,7 @@ def test_what_is_reduced_over_the_layers_is_reduced_where_they_are():
         assert all(stage.graph.avals[stage.graph.inputs[p.position]].size <= 64 for p in stage.receives if p.when != "each")
 
 
-@pytest.mark.parametrize(("name", "why"), [("hidden", "inside of a `remat2`"), ("repeated", "")])
+@pytest.mark.parametrize(("name", "why"), [("hidden", "inside of a `jax.checkpoint`. Checkpoint the layer"), ("repeated", "")])
 def test_a_scan_that_cannot_be_cut_stays_whole_and_the_plan_says_why(name, why):
     step, args = WHOLE[name]()
     plan = autopar.plan(step, args, FAST, options=autopar.Options(stages=2, microbatches=1, axis_names=("x",)))

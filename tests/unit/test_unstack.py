@@ -144,7 +144,11 @@ def test_a_scan_over_time_is_none_over_layers():
 
 
 @pytest.mark.parametrize(
-    ("around", "why"), [(jax.checkpoint, "inside of a `remat2`"), (lambda f: lambda w, x: jax.lax.cond(x[0, 0] > 0, f, f, w, x), "`cond`")]
+    ("around", "why"),
+    [
+        (jax.checkpoint, "inside of a `jax.checkpoint`. Checkpoint the layer inside of the scan instead"),
+        (lambda f: lambda w, x: jax.lax.cond(x[0, 0] > 0, f, f, w, x), "`cond`"),
+    ],
 )
 def test_a_scan_inside_of_something_else_stays_whole_and_says_so(around, why):
     found = in_parts(lambda w, x: jax.grad(lambda w: jnp.sum(around(lambda w, x: layered(w, x)[0])(w, x)))(w), (W, X))
