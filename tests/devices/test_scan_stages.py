@@ -346,11 +346,23 @@ def test_a_plan_whose_scans_are_cut_otherwise_is_refused(scans):
         autopar.Plan(plan_from_dict(document)).verify(step, args)
 
 
-def test_a_part_that_its_leaf_or_its_stage_does_not_have_is_refused():
+ONE_DIMENSION = {"sharding": {"dims": [[]], "partial": []}}
+UNEVEN = {"sharding": {"dims": [["x"], [], []], "partial": []}}
+PARTIAL = {"sharding": {"dims": [[], [], []], "partial": [["x", "sum"]]}}
+TAMPERED = [
+    *[("has no part", change) for change in ({"stage": 2}, {"end": 5}, {"dimension": 3})],
+    ("has no part", {"sharding": {"dims": [["y"], [], []], "partial": []}}),
+    *[("cannot lie as", change) for change in (ONE_DIMENSION, UNEVEN, PARTIAL)],
+    *[("are not the whole of it", change) for change in ({"begin": 3}, {"begin": 1}, {"end": 3}, {"dimension": 1, "begin": 4, "end": 8})],
+]
+
+
+def test_parts_that_a_leaf_or_a_stage_does_not_have_are_refused():
     *_, plan = planned("plain")
-    for change in ({"stage": 2}, {"end": 5}, {"dimension": 3}, {"sharding": {"dims": [["y"], [], []], "partial": []}}):
+    whole = {"dims": [[], [], []], "partial": []}
+    for error, change in TAMPERED:
         document = plan.to_dict()
-        leaf = next(leaf for leaf in document["inputs"] if leaf.get("parts"))
-        leaf["parts"][1] |= change
-        with pytest.raises(autopar.PlanError, match="has no part"):
+        leaf = next(leaf for leaf in document["inputs"] if leaf.get("parts") and len(leaf["shape"]) == 3)
+        leaf["parts"][1] |= {"sharding": whole} | change
+        with pytest.raises(autopar.PlanError, match=f"{error}.*Plan again"):
             plan_from_dict(document)
