@@ -23,7 +23,7 @@ import numpy as np
 from autopar.errors import CheckError, PlanError
 from autopar.ir.graph import Aval, Graph, Op, Operand
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import OMITTED, Leaf, Plan, PlannedMove, ShardingPlan
+from autopar.ir.plan import OMITTED, Leaf, Part, Plan, PlannedMove, ShardingPlan
 from autopar.ir.sharding import Move, TensorSharding
 from autopar.ir.strategy import Strategy
 
@@ -342,10 +342,25 @@ def _check_leaf(leaf: Leaf, mesh: LogicalMesh) -> None:
 
 
 def _check_parts(leaf: Leaf, plan: Plan) -> None:
+    """Every part is one that its stage can have, and the parts, in order, are the whole leaf."""
     for p in leaf.parts:
-        there = 0 <= p.stage < len(plan.stages) and 0 <= p.dimension < len(leaf.shape) and 0 <= p.begin < p.end <= leaf.shape[p.dimension]
-        if not there or not plan.stages[p.stage].sharding.mesh.by_name.keys() >= set(p.sharding.axes):
-            raise PlanError(f"leaf {leaf.path} of shape {leaf.shape} has no part {p.begin}:{p.end} on stage {p.stage}. {_AGAIN}")
+        _check_part(p, leaf, plan)
+    dimensions = {p.dimension for p in leaf.parts}
+    ends = [0, *(p.end for p in leaf.parts)]
+    if leaf.parts and (len(dimensions) > 1 or [*(p.begin for p in leaf.parts), leaf.shape[min(dimensions)]] != ends):
+        spans = ", ".join(f"{p.begin}:{p.end} of dimension {p.dimension}" for p in leaf.parts)
+        raise PlanError(f"the parts of leaf {leaf.path} of shape {leaf.shape} are not the whole of it: {spans}. {_AGAIN}")
+
+
+def _check_part(p: Part, leaf: Leaf, plan: Plan) -> None:
+    there = 0 <= p.stage < len(plan.stages) and 0 <= p.dimension < len(leaf.shape) and 0 <= p.begin < p.end <= leaf.shape[p.dimension]
+    mesh = plan.stages[p.stage].sharding.mesh if there else None
+    if mesh is None or not mesh.by_name.keys() >= set(p.sharding.axes):
+        raise PlanError(f"leaf {leaf.path} of shape {leaf.shape} has no part {p.begin}:{p.end} on stage {p.stage}. {_AGAIN}")
+    shape = (*leaf.shape[: p.dimension], p.end - p.begin, *leaf.shape[p.dimension + 1 :])
+    if p.sharding.partial or not p.sharding.fits(shape, mesh):
+        part = f"part {p.begin}:{p.end} of leaf {leaf.path}, of shape {shape},"
+        raise PlanError(f"{part} cannot lie as {p.sharding} on stage {p.stage}, of mesh ({mesh}). {_AGAIN}")
 
 
 def _check_dtype(dtype: str, where: str) -> None:

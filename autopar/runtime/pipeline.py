@@ -7,7 +7,7 @@ soon as the program that makes it has been started. Arrays are let go with the l
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -271,19 +271,34 @@ class PipelineExecutable:
             for stage in self.stages:
                 for k, x in stage.outputs():
                     outputs[k] = x
-            for k, spread in self.spread_outputs.items():
-                outputs[k] = spread.join([outputs[position] for position in spread.positions])
+            self._join(outputs)
             del outputs[self.num_outputs :]
         for array in outputs:
             owned.add(array)
         return outputs
+
+    def _join(self, outputs: list[Any]) -> None:
+        """Put leaves together of their parts. Two leaves of the same parts are one array, so that a step which takes both copies one; where
+        only some parts are the same, they are copied here. No two arrays have the same memory.
+        """
+        given = {k: [outputs[position] for position in spread.positions] for k, spread in self.spread_outputs.items()}
+        joined: dict[tuple[Any, ...], Any] = {}
+        used: set[int] = set()
+        for k, parts in given.items():
+            spread = self.spread_outputs[k]
+            key = spread.home, *map(id, parts)
+            if key not in joined:
+                joined[key] = spread.join([_unused(x, used) for x in parts])
+            used.update(map(id, parts))
+            outputs[k] = joined[key]
 
     def _send(self, sending: _Sending, m: int) -> None:
         """Put what a stage has made for others on their devices."""
         values = self.stages[sending.source].values
         arrays = [values[k + m * step] for k, step in sending.sent]
         for n in sending.copied:
-            arrays[n] = copy_of(arrays[n])
+            with own_settings(self.stages[sending.source].mesh):
+                arrays[n] = copy_of(arrays[n])
         if len(arrays) == 1:  # a tenth faster than a list of one
             moved = [jax.device_put(arrays[0], sending.shardings[0])]
         else:
@@ -307,8 +322,9 @@ class PipelineExecutable:
             ours = leaf in owned and kept[id(leaf)] == 1
             kept[id(leaf)] -= state
             dtype = self.traced.graph.avals[self.traced.graph.inputs[k]].dtype
-            at_home = put(leaf, dtype, spread.home, copy=state and spread.direct and not ours)
-            for position, part in zip(spread.positions, spread.split(at_home), strict=True):
+            with own_settings(spread.mesh):
+                at_home = put(leaf, dtype, spread.home, copy=state and spread.direct and not ours)
+            for position, part in zip(spread.positions, spread.split(at_home, fresh=state), strict=True):
                 given[position] = part
                 owned.add(part)
             if state and ours and not spread.direct:
@@ -335,6 +351,15 @@ class PipelineExecutable:
                     stage.values[stage.inputs[position]] = put(leaf, dtype, sharding, copy)
             for place, constant in zip(stage.inputs[len(stage.inputs) - len(stage.constants) :], stage.constants, strict=True):
                 stage.values[place] = constant
+
+
+def _unused(array: jax.Array, used: Collection[int]) -> jax.Array:
+    """The array, or a copy of it where that is in use."""
+    if id(array) not in used:
+        return array
+    assert isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh)
+    with own_settings(array.sharding.mesh):
+        return copy_of(array)
 
 
 def _sent(stage: RunningStage, port: Port) -> Form:

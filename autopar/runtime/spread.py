@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
+
+from autopar.runtime.executor import copy_of, own_settings
 
 Index = tuple[tuple[int, int], ...]
 
@@ -33,11 +37,13 @@ class Spread:
         assert isinstance(self.home.mesh, Mesh)
         return self.home.mesh
 
-    def split(self, leaf: jax.Array) -> list[jax.Array]:
-        """The parts of a leaf that lies at home: where that is direct, the same memory, else memory of their own."""
+    def split(self, leaf: jax.Array, fresh: bool) -> list[jax.Array]:
+        """The parts of a leaf that lies at home: where that is direct, the same memory, else memory of their own if they are to be `fresh`,
+        as parts must be that are given up.
+        """
         if not self.direct:
             whole = [((0,) * len(self.shape), leaf)]
-            return [relaid(whole, self._shape(n), s, self._begin(n), fresh=True) for n, s in enumerate(self.shardings)]
+            return [relaid(whole, self._shape(n), s, self._begin(n), fresh) for n, s in enumerate(self.shardings)]
         each = len(self.shardings[0].device_set)
         found: list[jax.Array] = []
         for n, sharding in enumerate(self.shardings):
@@ -75,9 +81,15 @@ def relaid(
     found = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         wanted = tuple((b + i.start, b + i.stop) for b, i in zip(begin, _plain(index, shape), strict=True))
-        block = _block(wanted, device, blocks)
-        found.append(block.copy() if fresh and any(block is b.data for b in blocks) else block)
+        with _on(device):
+            block = _block(wanted, device, blocks)
+            found.append(copy_of(block) if fresh and any(block is b.data for b in blocks) else block)
     return jax.make_array_from_single_device_arrays(shape, sharding, found)
+
+
+def _on(device: Any) -> AbstractContextManager[None]:
+    """Ops of one device run under a mesh of that device: JAX refuses them under one of others, as the caller's may be."""
+    return own_settings(Mesh(np.array([device]), ("device",)))
 
 
 def _data(array: jax.Array, count: int) -> list[jax.Array]:
@@ -97,8 +109,10 @@ class _Block:
 
 
 def _blocks(start: tuple[int, ...], array: jax.Array) -> Iterator[_Block]:
+    """What each device has of an array. (A shard's own index is one of the integers behind it where the array has keys.)"""
+    where = array.sharding.devices_indices_map(array.shape)
     for shard in array.addressable_shards:
-        index = tuple((s + i.start, s + i.stop) for s, i in zip(start, _plain(shard.index, array.shape), strict=True))
+        index = tuple((s + i.start, s + i.stop) for s, i in zip(start, _plain(where[shard.device], array.shape), strict=True))
         yield _Block(index, shard.device, shard.data)
 
 
@@ -117,13 +131,16 @@ def _block(wanted: Index, device: Any, blocks: Sequence[_Block]) -> Any:
         common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, block.index, strict=True))
         if all(a < b for a, b in common) and (common not in pieces or block.device == device):
             pieces[common] = block
+    if not pieces:  # an empty leaf: every block of it is as good
+        return jax.device_put(blocks[0].data, device).reshape([b - a for a, b in wanted])
     return _assembled({index: _moved(block, index, device) for index, block in pieces.items()})
 
 
 def _moved(block: _Block, index: Index, device: Any) -> Any:
     """A part of a block on another device."""
     inside = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(index, block.index, strict=True))
-    return jax.device_put(block.data if index == block.index else block.data[inside], device)
+    with _on(block.device):
+        return jax.device_put(block.data if index == block.index else block.data[inside], device)
 
 
 def _assembled(pieces: Mapping[Index, Any]) -> Any:

@@ -296,7 +296,7 @@ def inlined(closed: Any, stays: Callable[[Any], bool]) -> Any:
 
 
 def accumulators(equation: Any) -> tuple[int, ...]:
-    """Of a scan: the carried values to which each step adds something, and which it does not read otherwise, by position."""
+    """Of a scan: the carried values to which each step adds something, by position. It reads neither them nor their sums otherwise."""
     inner, consts, carries = scan_parts(equation)
     jaxpr = inner.jaxpr
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
@@ -306,7 +306,7 @@ def accumulators(equation: Any) -> tuple[int, ...]:
         out = jaxpr.outvars[n]
         e = None if is_literal(out) else made.get(out)
         adds = e is not None and e.primitive.name in ("add", "add_any") and sum(w is v for w in e.invars) == 1
-        if adds and sum(w is v for w in reads) == 1 and jax.numpy.issubdtype(v.aval.dtype, np.inexact):
+        if adds and all(sum(w is x for w in reads) == 1 for x in (v, out)) and jax.numpy.issubdtype(v.aval.dtype, np.inexact):
             found.append(n)
     return tuple(found)
 

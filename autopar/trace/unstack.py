@@ -76,6 +76,8 @@ def _stays(equation: Any) -> bool:
 
 def _note(equation: Any, why: str) -> str:
     line = next(_lines(equation), "an unknown line")
+    if equation.primitive.name in compat.CHECKPOINTS:
+        why = "stands inside of a `jax.checkpoint`. Checkpoint the layer inside of the scan instead"
     return f"the scan over layers at {line} runs on one stage: it {why}"
 
 

@@ -105,6 +105,21 @@ def cast(p, b):
     return _error(h, p, b) + 1e-3 * jnp.vdot(flat, flat) + 1e-3 * jnp.sum(norms), {"norms": norms, "largest": jnp.max(jnp.abs(p["b"]))}
 
 
+def summed(p, b):
+    """What each layer gives is added up, read by the layer, and given out."""
+
+    def layer(carry, q):
+        h, s, t = carry
+        t = t + 0.1
+        h = _layer(h, q) * jnp.cos(t)
+        s = s + h
+        return (h, s, t), s
+
+    h = b["x"] @ p["embed"]
+    (h, s, _), each = jax.lax.scan(layer, (h, jnp.zeros_like(h), jnp.mean(p["embed"])), _stack(p))
+    return _error(h + jnp.sin(s), p, b) + 1e-3 * jnp.mean(each**3)
+
+
 def within(p, b):
     """Layers stand along the second dimension, as flax' `param_scan_axis=1` has them."""
     q = {"w": jnp.moveaxis(p["w"], 1, 0), "b": jnp.moveaxis(p["b"], 1, 0)}
@@ -192,7 +207,7 @@ def _more():
     return weights() | {"more": 0.4 * np.random.default_rng(5).standard_normal((4, D, D))}
 
 
-STEPS = {f.__name__: lambda f=f: trained(f) for f in (plain, backwards, checkpointed, carried, shared, cast, tied)}
+STEPS = {f.__name__: lambda f=f: trained(f) for f in (plain, backwards, checkpointed, carried, shared, summed, cast, tied)}
 STEPS |= {"within": lambda: trained(within, params=_moved()), "twice": lambda: trained(twice, params=_more())}
 STEPS |= {f.__name__: f for f in (dropout, gradients, forward)}
 STEPS |= {f"{f.__name__} {n}": lambda f=f, n=n: trained(f, layers=n) for f, n in ((plain, 5), (carried, 7), (checkpointed, 3))}

@@ -14,7 +14,7 @@ from scan_steps import CLIPPED, STEPS, WHOLE, weights
 import autopar
 from autopar import StateError
 from autopar.ir.serialize import plan_from_dict
-from autopar.runtime.spread import relaid
+from autopar.runtime.spread import Spread, relaid
 from autopar.trace.trace import trace
 
 DROPOUT = {"dropout", "gpt", "gpt remat", "gpt axis 1"}
@@ -87,7 +87,7 @@ def test_what_is_reduced_over_the_layers_is_reduced_where_they_are():
         assert all(stage.graph.avals[stage.graph.inputs[p.position]].size <= 64 for p in stage.receives if p.when != "each")
 
 
-@pytest.mark.parametrize(("name", "why"), [("hidden", "inside of a `remat2`"), ("repeated", "")])
+@pytest.mark.parametrize(("name", "why"), [("hidden", "inside of a `jax.checkpoint`. Checkpoint the layer"), ("repeated", "")])
 def test_a_scan_that_cannot_be_cut_stays_whole_and_the_plan_says_why(name, why):
     step, args = WHOLE[name]()
     plan = autopar.plan(step, args, FAST, options=autopar.Options(stages=2, microbatches=1, axis_names=("x",)))
@@ -235,6 +235,82 @@ def test_a_stacked_leaf_given_twice_is_split():
     assert_close(state, jax.jit(step)({"a": expected["a"], "b": expected["a"]}, x)[0])
 
 
+@pytest.mark.parametrize("layers", [4, 5])
+def test_a_stacked_value_given_back_as_two_leaves_goes_round(layers):
+    """What is one array on the stages is one outside too: the next step copies one of the two before it gives both up."""
+
+    def step(state, x):
+        def loss(w):
+            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0] ** 2)
+
+        value, g = jax.value_and_grad(loss)(state["params"] + state["mean"])
+        new = state["params"] - 0.1 * g + 0.01 * state["anchor"]
+        return {"params": new, "anchor": new, "mean": 0 * g, "square": 0 * g + 0 * state["square"]}, value
+
+    ours = autopar.parallelize(step, FAST, stages=2, microbatches=4, axis_names=("x",), batch_argnums=1)
+    w, x = weights(layers)["w"], np.random.default_rng(0).standard_normal((8, 8))
+    mine = theirs = {"params": w, "anchor": 2 * w, "mean": w / 2, "square": w * w}
+    for _ in range(3):
+        (mine, found), (theirs, expected) = ours(mine, x), jax.jit(step)(theirs, x)
+        assert_close(found, expected)
+        assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+def test_stacked_keys_go_round_with_the_state(layers):
+    def step(state, x):
+        w, keys = state
+
+        def loss(w):
+            def layer(h, q):
+                w, k = q
+                return jnp.tanh(h @ w) + jax.random.normal(k, (8,)), None
+
+            return jnp.mean(jax.lax.scan(layer, x, (w, keys))[0] ** 2)
+
+        value, g = jax.value_and_grad(loss)(w)
+        return (w - 0.1 * g, jax.vmap(lambda k: jax.random.fold_in(k, 1))(keys)), value
+
+    ours = autopar.parallelize(step, FAST, stages=2, microbatches=4, axis_names=("x",), batch_argnums=1)
+    x = np.random.default_rng(0).standard_normal((8, 8))
+    mine = theirs = weights(layers)["w"], jax.random.split(jax.random.key(0), layers)
+    assert all(leaf.parts for leaf in ours.plan(mine, x).inputs[:2])
+    for _ in range(3):
+        (mine, found), (theirs, expected) = ours(mine, x), jax.jit(step)(theirs, x)
+        assert_close(found, expected)
+        assert_close((mine[0], jax.random.key_data(mine[1])), (theirs[0], jax.random.key_data(theirs[1])))
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("plain", "1f1b"), ("plain 5", "1f1b"), ("shared", "interleaved")])
+def test_a_step_in_stages_runs_within_the_callers_mesh(name, schedule):
+    """Not even one of other devices plays a part where leaves are taken apart, or where they or their parts are copied."""
+    step, state, batch, ours = running(name, schedule=schedule)
+    state = jax.tree.map(jnp.asarray, state)
+    with jax.set_mesh(Mesh(np.array(jax.devices()[1:3]), ("q",))):
+        first, _ = ours(state, batch)
+        second, _ = ours(first, batch)
+    assert_close(second, jax.jit(step)(jax.jit(step)(state, batch)[0], batch)[0])
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+def test_a_stacked_leaf_may_be_empty(layers):
+    def step(state, x):
+        def loss(w):
+            return jnp.mean(jax.lax.scan(lambda h, q: (jnp.tanh(h @ q[0]) + jnp.sum(q[1]), None), x, w)[0] ** 2)
+
+        value, g = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, g), value
+
+    ours = autopar.parallelize(step, FAST, stages=2, microbatches=4, axis_names=("x",), batch_argnums=1)
+    x = np.random.default_rng(0).standard_normal((8, 8))
+    mine = theirs = weights(layers)["w"], np.zeros((layers, 0, 8))
+    for _ in range(2):
+        (mine, found), (theirs, expected) = ours(mine, x), jax.jit(step)(theirs, x)
+        assert_close(found, expected)
+        assert mine[1].shape == (layers, 0, 8)
+        assert_close(mine[0], theirs[0])
+
+
 def test_blocks_are_laid_anew_on_the_devices_that_want_them():
     devices = np.array(jax.devices()).reshape(4, 2)
     x = np.arange(6 * 8 * 3.0).reshape(6, 8, 3)
@@ -250,6 +326,18 @@ def test_blocks_are_laid_anew_on_the_devices_that_want_them():
     np.testing.assert_array_equal(again, x)
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+def test_parts_have_memory_of_their_own_only_where_they_are_given_up(fresh):
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    home = NamedSharding(Mesh(devices, ("s", "x")), P(("s", "x")))
+    parts = NamedSharding(Mesh(devices[0], ("x",)), P()), NamedSharding(Mesh(devices[1], ("x",)), P("x"))
+    leaf = jax.device_put(np.arange(24.0).reshape(8, 3), home)
+    found = Spread((8, 3), 0, home, (0, 1), (0, 4), parts, direct=False).split(leaf, fresh)
+    np.testing.assert_array_equal(np.concatenate(found), leaf)
+    here, there = ([s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (leaf, found[1]))
+    assert set(here).isdisjoint(there) if fresh else here[2:] == there
+
+
 @pytest.mark.parametrize("scans", [[[]], [[0, 3, 2, 4]], [[1, 2, 4]], [[0, 1, 4]], []])
 def test_a_plan_whose_scans_are_cut_otherwise_is_refused(scans):
     step, args, _, plan = planned("plain")
@@ -258,11 +346,23 @@ def test_a_plan_whose_scans_are_cut_otherwise_is_refused(scans):
         autopar.Plan(plan_from_dict(document)).verify(step, args)
 
 
-def test_a_part_that_its_leaf_or_its_stage_does_not_have_is_refused():
+ONE_DIMENSION = {"sharding": {"dims": [[]], "partial": []}}
+UNEVEN = {"sharding": {"dims": [["x"], [], []], "partial": []}}
+PARTIAL = {"sharding": {"dims": [[], [], []], "partial": [["x", "sum"]]}}
+TAMPERED = [
+    *[("has no part", change) for change in ({"stage": 2}, {"end": 5}, {"dimension": 3})],
+    ("has no part", {"sharding": {"dims": [["y"], [], []], "partial": []}}),
+    *[("cannot lie as", change) for change in (ONE_DIMENSION, UNEVEN, PARTIAL)],
+    *[("are not the whole of it", change) for change in ({"begin": 3}, {"begin": 1}, {"end": 3}, {"dimension": 1, "begin": 4, "end": 8})],
+]
+
+
+def test_parts_that_a_leaf_or_a_stage_does_not_have_are_refused():
     *_, plan = planned("plain")
-    for change in ({"stage": 2}, {"end": 5}, {"dimension": 3}, {"sharding": {"dims": [["y"], [], []], "partial": []}}):
+    whole = {"dims": [[], [], []], "partial": []}
+    for error, change in TAMPERED:
         document = plan.to_dict()
-        leaf = next(leaf for leaf in document["inputs"] if leaf.get("parts"))
-        leaf["parts"][1] |= change
-        with pytest.raises(autopar.PlanError, match="has no part"):
+        leaf = next(leaf for leaf in document["inputs"] if leaf.get("parts") and len(leaf["shape"]) == 3)
+        leaf["parts"][1] |= {"sharding": whole} | change
+        with pytest.raises(autopar.PlanError, match=f"{error}.*Plan again"):
             plan_from_dict(document)

@@ -70,6 +70,37 @@ def backward(w, x):
     return jax.grad(lambda w, x: jnp.sum(layered(w, x, reverse=True, unroll=2)[0] ** 2), (0, 1))(w, x)
 
 
+def summed(w, x):
+    """A running sum that each layer gives out, too: later layers see what earlier ones have added."""
+
+    def loss(w, x):
+        def layer(carry, q):
+            h, s = carry
+            h = jnp.tanh(h @ q)
+            s = s + h
+            return (h, s), s
+
+        (h, s), each = jax.lax.scan(layer, (x, jnp.zeros_like(x)), w)
+        return jnp.sum(each**3) + jnp.sum(h * s), each
+
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(w, x)
+
+
+def timed(w, x):
+    """Time goes on from layer to layer, and layers read it."""
+
+    def loss(w, x):
+        def layer(carry, q):
+            h, t = carry
+            t = t + 0.1
+            return (h + jnp.tanh(t * h @ q), t), None
+
+        h, t = jax.lax.scan(layer, (x, x[0, 0]), w)[0]
+        return jnp.sum(h**2) * t
+
+    return jax.value_and_grad(loss, (0, 1))(w, x)
+
+
 def batched(w, x):
     """Newton-Schulz on all layers at once, as Muon does it."""
     for _ in range(2):
@@ -77,7 +108,7 @@ def batched(w, x):
     return layered(w, x)
 
 
-@pytest.mark.parametrize("function", [layered, reduced, mixed, called, backward, batched])
+@pytest.mark.parametrize("function", [layered, reduced, mixed, called, backward, summed, timed, batched])
 @pytest.mark.parametrize("pieces", [4])
 def test_a_step_in_pieces_computes_what_it_did(function, pieces):
     with jax.enable_x64(True):
@@ -113,7 +144,11 @@ def test_a_scan_over_time_is_none_over_layers():
 
 
 @pytest.mark.parametrize(
-    ("around", "why"), [(jax.checkpoint, "inside of a `remat2`"), (lambda f: lambda w, x: jax.lax.cond(x[0, 0] > 0, f, f, w, x), "`cond`")]
+    ("around", "why"),
+    [
+        (jax.checkpoint, "inside of a `jax.checkpoint`. Checkpoint the layer inside of the scan instead"),
+        (lambda f: lambda w, x: jax.lax.cond(x[0, 0] > 0, f, f, w, x), "`cond`"),
+    ],
 )
 def test_a_scan_inside_of_something_else_stays_whole_and_says_so(around, why):
     found = in_parts(lambda w, x: jax.grad(lambda w: jnp.sum(around(lambda w, x: layered(w, x)[0])(w, x)))(w), (W, X))
