@@ -50,9 +50,9 @@ def manual(
     `replica` cuts the batch as `data` does, and shares nothing out: hierarchical ZeRO is `replica` over nodes with `data` in them.
     `tensor` cuts anything but the batch at ops with parameters, and the sequence only between them, if `sequence_parallel`. Which
     dimensions are the batch and the sequence is read off the arguments that are not state (`Labels`). Within all this the
-    programme chooses. The batch runs as `microbatches` times `accumulate` parts, one after the other. `pipeline` stages of equal size run
-    these in the order of `schedule` (`auto`: the fastest); with `interleave` chunks of layers on each, that is `interleaved`. `remat`, and
-    the other `options`, are as in `plan`.
+    programme chooses. The batch runs as `microbatches` times `accumulate` parts, one after the other. `pipeline` stages on equally many
+    devices run these in the order of `schedule` (`auto`: the fastest), with as many layers each as is fastest and fits; with `interleave`
+    chunks of layers on each, that is `interleaved`. `remat`, and the other `options`, are as in `plan`.
 
     Raises `UsageError` for sizes that do not fit the cluster, and otherwise what `plan` raises.
     """
