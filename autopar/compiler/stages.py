@@ -34,7 +34,7 @@ FAILURES = 12
 """Sketches whose stages are planned and do not fit, after which no more are."""
 
 LIKELY = 4
-"""Microbatches per stage that are tried first."""
+"""Microbatches per stage that are tried first, where it is not known how many suit other numbers of stages."""
 
 GAIN = 0.01
 """Share of the seconds that twice or half as many microbatches must save to go on."""
@@ -137,7 +137,9 @@ class StageSearch:
             self._sketches(count, submesh, meshes, self.c.options.microbatches)
             return
         counts = _microbatch_counts(self.c, count)
-        first = min(range(len(counts)), key=lambda k: abs(counts[k] - LIKELY * count))
+        fastest = min(self.sketches, key=lambda s: s.seconds, default=None)
+        likely = LIKELY * count if fastest is None else fastest.formula.microbatches
+        first = min(range(len(counts)), key=lambda k: abs(math.log2(counts[k] / likely)))
         known = {first: self._sketches(count, submesh, meshes[:1], counts[first])}
         for step in (1, -1):
             at = first
