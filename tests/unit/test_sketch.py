@@ -63,7 +63,7 @@ def test_what_a_price_of_memory_proves_holds_for_the_plan_under_the_budget(share
         except InfeasibleError as error:
             assert error.peak_bytes > budget
             continue
-        assert priced.peak_bytes <= budget and priced.price.total_s >= exact.price.total_s * (1 - 1e-6)
+        assert priced.peak_bytes <= budget and priced.price.total_s >= exact.price.total_s * (1 - SolveOptions().gap)
         assert priced.solve.bound <= exact.price.total_s * (1 + 1e-6)
 
 
