@@ -57,6 +57,7 @@ def test_what_a_price_of_memory_proves_holds_for_the_plan_under_the_budget(share
     exact = chosen(program, budget)
     assert exact.price.total_s >= free.price.total_s
     price = free.price.total_s / budget
+    fitting = 0
     for worth in (0.0, 0.1, 1.0, 10.0):
         try:
             priced = chosen(program, budget, worth * price)
@@ -65,6 +66,8 @@ def test_what_a_price_of_memory_proves_holds_for_the_plan_under_the_budget(share
             continue
         assert priced.peak_bytes <= budget and priced.price.total_s >= exact.price.total_s * (1 - SolveOptions().gap)
         assert priced.solve.bound <= exact.price.total_s * (1 + 1e-6)
+        fitting += 1
+    assert fitting, "memory that is dear enough makes a plan fit"
 
 
 def test_a_dearer_byte_makes_plans_hold_less():
