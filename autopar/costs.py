@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from math import log2, prod
 from typing import Any
 
@@ -12,6 +12,7 @@ from autopar.ir.dtypes import itemsize
 from autopar.ir.graph import BOUNDARY, GATE, MATMULS, Aval, Constant, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import ShardingRule
+from autopar.ir.same import Memo
 from autopar.ir.sharding import Move, TensorSharding
 from autopar.ir.strategy import Strategy, operand_sharding, result_sharding
 from autopar.rules.inside import Inside, inside
@@ -190,6 +191,12 @@ def _leaves(graph: Graph, value: int, groups: Sequence[int], i: int, fusible: Se
     return any(groups[u] != groups[i] for u, _ in graph.uses.get(value, ()))
 
 
+@lru_cache(maxsize=32)
+def pricer_of(cluster: Any, mesh: LogicalMesh, as_written: bool = False) -> Pricer:
+    """The prices on a logical mesh of a cluster, with what was found out when they were last asked for."""
+    return Pricer(cluster, mesh, as_written)
+
+
 @dataclass(frozen=True, eq=False)
 class Pricer:
     """Prices on one logical mesh of one cluster, in seconds. `cluster` is a `cost_models.Cluster`."""
@@ -197,6 +204,11 @@ class Pricer:
     cluster: Any
     mesh: LogicalMesh
     as_written: bool = False
+
+    @cached_property
+    def memo(self) -> Memo:
+        """What was found out about ops and values on this mesh."""
+        return Memo()
 
     @cached_property
     def _moves(self) -> dict[Any, float]:

@@ -11,7 +11,7 @@ from typing import Any
 from autopar import rules as rule_table
 from autopar.compiler.compilation import Compilation, batch_of, budget_of, restriction_of
 from autopar.compiler.pins import stage_pins
-from autopar.costs import Pricer
+from autopar.costs import pricer_of
 from autopar.emit.manual import Emission
 from autopar.emit.stage import Cutter, Piece
 from autopar.errors import InfeasibleError
@@ -29,6 +29,7 @@ from autopar.ir.graph import Aval, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Sent, ShardingPlan, Stage
 from autopar.ir.restriction import Restriction
+from autopar.ir.same import Memo
 from autopar.ir.serialize import fingerprint
 from autopar.ir.sharding import TensorSharding
 from autopar.runtime.program import Layered, Staged
@@ -54,6 +55,13 @@ class Cut:
     layouts: dict[Any, tuple[tuple[ShardingPlan, ...], tuple[tuple[Piece, ...], ...]]] = field(default_factory=dict)
     """Solutions of all stages in line with each other, and the pieces that they run as."""
     labelled: list[Labels] = field(default_factory=list)
+    variants: dict[LogicalMesh, Memo] = field(default_factory=dict)
+
+    def variants_on(self, mesh: LogicalMesh) -> Memo:
+        """What is known of the stages' programs, on the mesh that was asked for last."""
+        if mesh not in self.variants:
+            self.variants.clear()
+        return self.variants.setdefault(mesh, Memo())
 
     def labels(self, restriction: Restriction | None, batch: Sequence[int] | None) -> Labels:
         """What the dimensions of the whole step's values count."""
@@ -106,7 +114,7 @@ class Candidate:
         self.c, self.cut, self.staged, self.submesh, self.mesh = c, cut, cut.staged, submesh, mesh
         self.remat = tuple(remat) or (c.options.remat,) * len(cut.ranges)
         self.prices = tuple(map(tuple, prices)) or ((None,),) * len(cut.ranges)
-        self.pricer = Pricer(submesh, mesh, c.options.reduce_dtype == "as_written")
+        self.pricer = pricer_of(submesh, mesh, c.options.reduce_dtype == "as_written")
         self.schedule = skipping(schedule, [(n, p.other) for n, s in enumerate(self.staged.stages) for p in s.sends if p.when == "each"])
         self.known = cut.known
         self.latency, self.rate = self._link()
@@ -217,8 +225,11 @@ class Candidate:
         if chosen is None:
             c.progress(f"stage {n} on mesh {self.mesh}")
             told = {v: str(s[0]) for v, s in {**named, **pins}.items() if v >= 0}
-            variants = Variants(stage.graph, lambda graph: self._shape(graph, stage, flight, told), self.remat[n])
-            chosen, held_for = self._cheapest(n, variants, budget, {**named, **pins}), flight
+            which = self.cut.fingerprints[n], held, flight, self.rate
+            variants = self.cut.variants_on(self.mesh).get(
+                which, lambda: Variants(stage.graph, lambda graph: self._shape(graph, stage, flight, told))
+            )
+            chosen, held_for = self._cheapest(n, variants.in_mode(self.remat[n]), budget, {**named, **pins}), flight
             self.known[(*key, flight)] = chosen
         return Solved(chosen, chosen.shape.graph, stage, held_for)
 

@@ -11,7 +11,7 @@ from autopar.compiler.compilation import Compilation
 from autopar.compiler.stages import plan_for_any_stages, plan_in_stages
 from autopar.compiler.steps import run
 from autopar.errors import InfeasibleError, MicrobatchError, SolverError
-from autopar.intraop.meshes import TooSlow
+from autopar.intraop.choose import TooSlow
 from autopar.intraop.solvers.scaled import LARGE_COLUMNS
 from autopar.ir.mesh import LogicalMesh
 from autopar.trace.roles import batch_leaves

@@ -59,7 +59,7 @@ def plan_for_any_stages(c: Compilation, whole: Callable[[Compilation], Compilati
         for count in counts:
             with suppress(TooFewLayers):
                 search.sketch(count)
-        best = search.best(False) if search.sketches or search.beyond else None
+        best = search.best(False) if search.sketches or search.too_much else None
     except (InfeasibleError, MicrobatchError, SolverError) as error:
         refused = error
     if best is not None and _fixed(c) is not None:
@@ -101,7 +101,7 @@ class StageSearch:
         self.known: dict[int, tuple[int, Traced, Layers]] = {}
         self.divisions: dict[tuple[int, int], Division] = {}
         self.sketches: list[Sketch] = []
-        self.beyond: list[Sketch] = []
+        self.too_much: list[tuple[Table, Formula]] = []
         self.passed_over: list[tuple[Table, Formula]] = []
         self.foretold: list[InfeasibleError] = []
         self.refused: list[InfeasibleError] = []
@@ -164,7 +164,7 @@ class StageSearch:
                     found = table.sketch(formula, below=min((s.seconds for s in self.sketches), default=float("inf")))
                 except InfeasibleError as error:
                     self.foretold.append(error)
-                    self.beyond += table.beyond(formula)
+                    self.too_much.append((table, formula))
                     continue
                 except SolverError as error:
                     self.c.progress(f"{count} stages of {mesh}: {error}")
@@ -219,7 +219,8 @@ class StageSearch:
     def _at_last(self, least: bool) -> Candidate:
         """What holds less than sketches foretell may fit after all. Raises the least bad `InfeasibleError`."""
         best: Candidate | None = None
-        for sketch in sorted([*self.sketches, *self.beyond], key=lambda s: s.fullest)[:MOST]:
+        beyond = [sketch for table, formula in self.too_much for sketch in table.beyond(formula)]
+        for sketch in sorted([*self.sketches, *beyond], key=lambda s: s.fullest)[:MOST]:
             exactly = self.c.options.remat == "auto" and sketch.num_ops <= FEW_OPS
             best = _faster(best, self._candidate(sketch, "auto" if exactly else None, least))
         if best is not None:

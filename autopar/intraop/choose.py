@@ -12,7 +12,7 @@ from autopar.costs import Pricer
 from autopar.errors import CheckError, InfeasibleError
 from autopar.intraop import solvers
 from autopar.intraop.enumerate import Layout, Pins, enumerate_problem
-from autopar.intraop.evaluate import Infeasible, evaluate, live_at, usage_over_time
+from autopar.intraop.evaluate import Infeasible, TooDear, evaluate, live_at, usage_over_time
 from autopar.intraop.lift import lift
 from autopar.intraop.networks import tighten
 from autopar.intraop.price import Price, price_plan
@@ -20,8 +20,17 @@ from autopar.intraop.shape import Shape
 from autopar.ir.graph import Graph
 from autopar.ir.plan import ShardingPlan, Solve
 from autopar.ir.problem import Problem, Solution, Status
+from autopar.ir.same import Same
 
 Progress = Callable[[str], None]
+
+
+class TooSlow(InfeasibleError):
+    """No plan is as fast as what is known, whatever memory there is or within the budget: `bound`, in seconds, is proven."""
+
+    def __init__(self, text: str, bound: float):
+        super().__init__(text)
+        self.bound = bound
 
 
 @dataclass(frozen=True)
@@ -69,17 +78,25 @@ def choose_on(
     progress: Progress,
     clock: Callable[[], float],
     least: bool = True,
+    below: float = float("inf"),
 ) -> Chosen:
-    """The best plan on one logical mesh. Raises `InfeasibleError` when nothing fits the budget, which says what would if `least`."""
+    """The best plan on one logical mesh. Raises `InfeasibleError` when nothing fits the budget, which says what would if `least`, and
+    `TooSlow` when none that does takes less than `below` seconds.
+    """
     begin = clock()
-    problem, layout = enumerate_problem(shape, pricer, budget, pins)
+    held = frozenset(pins.items())
+    problem, layout = shape.memo.get((Same(pricer), budget, held), lambda: enumerate_problem(shape, pricer, budget, pins))
     enumerated = clock()
     progress(f"mesh {pricer.mesh}: {problem.num_choices + len(problem.side)} variables, {len(problem.rows)} rows")
     try:
         if options.memory_price is None:
-            solution = solvers.solve(problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=least)
+            solution = solvers.solve(
+                problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=least, below=below
+            )
         else:
             solution = _sparing(problem, options.memory_price, options, shape.graph)
+    except TooDear as error:
+        raise TooSlow(f"mesh {pricer.mesh}: {error}.", error.bound) from None
     except Infeasible as error:
         raise _infeasible(error, problem, layout) from None
     solution = _tight(layout, solution)

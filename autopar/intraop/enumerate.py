@@ -20,6 +20,7 @@ from autopar.ir.dtypes import accumulation_dtype, itemsize
 from autopar.ir.graph import Aval, Constant, Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.problem import Floats, Problem, Usage
+from autopar.ir.same import Same
 from autopar.ir.sharding import Reduction, TensorSharding
 from autopar.trace.recompute import Doubled
 
@@ -92,7 +93,7 @@ class _Enumerator:
             c for c, members in enumerate(shape.folded.members) if all(spare.issuperset(shape.clusters[m].ops) for m in members)
         )
         self.shape, self.pricer, self.budget, self.pins, self.layered = shape, pricer, budget, pins, layered
-        self.graph, self.mesh = shape.graph, pricer.mesh
+        self.graph, self.mesh, self.memo = shape.graph, pricer.mesh, pricer.memo
         self.end = len(self.graph.ops)
         # Values below this many bytes are left out of the memory rows: together they are below one part in a thousand.
         every = sum(a.nbytes for a in self.graph.avals) / self.mesh.num_devices
@@ -103,12 +104,10 @@ class _Enumerator:
             if isinstance(o, int) and k in self.tied:
                 self.olds.setdefault(o, []).append(self.tied[k])
         self.vectors: dict[Any, Vector] = {}
-        self.interned: dict[Vector, Vector] = {}
         self.nbytes: dict[Any, Floats] = {}
         self.alone: dict[int, TensorSharding | None] = {}
         self.known: dict[int, tuple[int, Member]] = {}
         self.parts: dict[int, tuple[Floats, Floats]] = {}
-        self.graphs: dict[Any, StateGraph] = {}
         ops = self.graph.ops
         self.rounds = {ops[j].operands[0]: ops[i].results[0] for i, j in self.graph.goes_round if ops[j].primitive == "loop_exit"}
         self.exits = {begin: i for i, begin in self.graph.begins.items()}
@@ -117,7 +116,7 @@ class _Enumerator:
     def run(self) -> tuple[Problem, Layout]:
         shape = self.shape
         first = [shape.clusters[members[0]] for members in shape.folded.members]
-        self.spaces = tuple(build_space(self.graph, shape.rules, cluster, self.mesh, shape.limits) for cluster in first)
+        self.spaces = tuple(build_space(self.graph, shape.rules, cluster, self.mesh, shape.limits, self.memo) for cluster in first)
         node_costs = [self._cost(c) for c in range(len(self.spaces))]
         self._border_nodes(node_costs)
         values = self._values()
@@ -145,35 +144,34 @@ class _Enumerator:
         """Seconds of a class by choice, times its members."""
         members = self.shape.folded.members[c]
         cluster, space = self.shape.clusters[members[0]], self.spaces[c]
-        choices = range(len(space)) if self.only is None else self.only[c]
-        if space.single:
-            i = cluster.ops[0]
-            seconds = [self.op_seconds(i, space.single[s]) for s in choices]
-        else:
-            seconds = self._merged_cost(cluster, space, choices)
+        seconds = self._seconds(cluster.ops[0], space, 0) if space.single else self._merged_cost(cluster, space)
+        if self.only is not None:
+            seconds = seconds[list(self.only[c])]
         if c in self.optional:
-            seconds = [0.0, *(s + self.pricer.cluster.launch_seconds * self._launches(cluster) for s in seconds)]
-        return np.array(seconds, dtype=np.float64) * len(members)
+            seconds = np.append(0.0, seconds + self.pricer.cluster.launch_seconds * self._launches(cluster))
+        return seconds * len(members)
 
     def _launches(self, cluster: Cluster) -> int:
         """How many kernels begin in a cluster."""
         return sum(self.shape.charges.groups[i] == i for i in cluster.ops)
 
-    def op_seconds(self, i: int, strategy: Any) -> float:
-        op, charges = self.graph.ops[i], self.shape.charges
-        return self.graph.times[i] * self.pricer.op(
-            op,
-            self.shape.rules[i],
-            strategy,
-            [self.graph.aval(o) for o in op.operands],
-            [self.graph.avals[r] for r in op.results],
-            charges.reads[i],
-            charges.writes[i],
-        )
+    def _seconds(self, i: int, space: Space, position: int) -> Floats:
+        """Seconds per step of op i, at a position in its cluster, by choice."""
+        op, rule = self.graph.ops[i], self.shape.rules[i]
+        reads, writes = self.shape.charges.reads[i], self.shape.charges.writes[i]
+        operands, results = self._avals(i)
 
-    def _merged_cost(self, cluster: Cluster, space: Space, choices: Sequence[int]) -> list[float]:
+        def once() -> Floats:
+            strategies = [space.strategy(position, s) for s in range(len(space))]
+            return np.array([self.pricer.op(op, rule, s, operands, results, reads, writes) for s in strategies], np.float64)
+
+        what = op.primitive, op.params, tuple(map(Same, op.subgraphs)), operands, results
+        key = "seconds", space.choices_of(position), what, reads, writes
+        return self.graph.times[i] * self.memo.get(key, once)
+
+    def _merged_cost(self, cluster: Cluster, space: Space) -> Floats:
         """A merged cluster's ops priced one by one, equal ops once."""
-        total = [0.0] * len(choices)
+        total = np.zeros(len(space))
         groups: dict[Any, tuple[int, int, int]] = {}
         for j, i in enumerate(cluster.ops):
             charged = (self.shape.charges.reads[i], self.shape.charges.writes[i])
@@ -182,8 +180,7 @@ class _Enumerator:
             first, position, count = groups.get(key, (i, j, 0))
             groups[key] = (first, position, count + 1)
         for i, j, count in groups.values():
-            for n, s in enumerate(choices):
-                total[n] += count * self.op_seconds(i, space.strategy(j, s))
+            total += count * self._seconds(i, space, j)
         return total
 
     def _avals(self, i: int) -> Any:
@@ -247,11 +244,13 @@ class _Enumerator:
     def _vector(self, key: tuple[Any, ...], make: Any) -> Vector:
         found = self.vectors.get(key)
         if found is None:
-            made = make()
-            if key[0] != "border":
-                made = made if self.only is None else tuple(made[s] for s in self.only[key[1]])
-                made = (None, *made) if key[1] in self.optional else made
-            found = self.vectors[key] = self.interned.setdefault(made, made)
+            found = make()
+            if key[0] == "border":
+                found = self.memo.one(found)
+            elif self.only is not None or key[1] in self.optional:
+                left = found if self.only is None else tuple(found[s] for s in self.only[key[1]])
+                found = self.memo.one((None, *left) if key[1] in self.optional else left)
+            self.vectors[key] = found
         return found
 
     def _source(self, v: int) -> tuple[int, Vector]:
@@ -406,10 +405,8 @@ class _Enumerator:
         )
 
     def _states(self, aval: Aval, kinds: tuple[Reduction, ...], barred: Barred) -> StateGraph:
-        key = (aval.shape, aval.dtype, kinds, barred)
-        if key not in self.graphs:
-            self.graphs[key] = state_graph(aval, self.mesh, kinds, self.pricer.move, barred)
-        return self.graphs[key]
+        key = "states", aval.shape, aval.dtype, kinds, barred
+        return self.memo.get(key, lambda: state_graph(aval, self.mesh, kinds, self.pricer.move, barred))
 
     def _state_bytes(self, network: Network) -> list[int]:
         if network.members[0].value in self.shape.streamed:

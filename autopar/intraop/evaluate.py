@@ -33,6 +33,14 @@ class Infeasible(AutoparError):
         self.proven = proven
 
 
+class TooDear(Infeasible):
+    """No answer within the budget is as cheap as what is asked for: `bound`, in seconds, is proven."""
+
+    def __init__(self, bound: float):
+        super().__init__(f"no answer takes less than {bound:.6g} s", proven=False)
+        self.bound = bound
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Seconds and bytes of an answer, and what it violates.

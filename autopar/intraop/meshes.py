@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from autopar.costs import Pricer
+from autopar.costs import Pricer, pricer_of
 from autopar.errors import InfeasibleError, SolverError
-from autopar.intraop.choose import Chosen, Progress, SolveOptions, choose_on
+from autopar.intraop.choose import Chosen, Progress, SolveOptions, TooSlow, choose_on
 from autopar.intraop.enumerate import Pins, enumerate_problem
 from autopar.intraop.evaluate import Infeasible
 from autopar.intraop.remat import Advice, Variants, least_held
@@ -29,10 +29,6 @@ BOUND_SHARE = 0.25
 Values = frozenset[int]
 
 
-class TooSlow(InfeasibleError):
-    """On no mesh can a plan be as fast as what is known, whatever memory there is."""
-
-
 @dataclass(frozen=True, eq=False)
 class Search:
     """What is sought: a plan of one of the `variants` under `budget` bytes per device. `pins` are by mesh, `clock` is in seconds.
@@ -50,30 +46,33 @@ class Search:
     as_written: bool = False
     below: float | None = None
 
-    def plan(self, mesh: LogicalMesh, values: Values, least: bool) -> Chosen:
-        """The best plan on a mesh that makes these values again. Raises `InfeasibleError`, which says what would fit if `least`."""
+    def plan(self, mesh: LogicalMesh, values: Values, least: bool, below: float = float("inf")) -> Chosen:
+        """The best plan on a mesh that makes these values again and takes less than `below` seconds.
+
+        Raises `InfeasibleError`, which says what would fit if `least`.
+        """
         shape, pricer = self.variants.shape(values), self.pricer(mesh)
-        found = choose_on(shape, pricer, self.budget, self.pins(mesh), self.options, self.progress, self.clock, least)
+        found = choose_on(shape, pricer, self.budget, self.pins(mesh), self.options, self.progress, self.clock, least, below)
         return replace(found, recomputed=tuple(sorted(values)))
 
     def pricer(self, mesh: LogicalMesh) -> Pricer:
-        return Pricer(self.cluster, mesh, self.as_written)
+        return pricer_of(self.cluster, mesh, self.as_written)
 
-    def best(self, mesh: LogicalMesh, least: bool = True) -> Chosen:
+    def best(self, mesh: LogicalMesh, least: bool = True, below: float = float("inf")) -> Chosen:
         """The best plan on a mesh, with values made again as `variants.mode` says: where memory asks for it, if it is `auto`.
 
         Where nothing fits, what holds least is tried and, if it does not fit either, named by `InfeasibleError`; without `least`
-        nothing more is tried.
+        nothing more is tried, and plans that take `below` seconds or more are of no use.
         """
         if self.variants.mode != "auto" or self.budget is None:
-            return self.plan(mesh, self.variants.asked, least)
+            return self.plan(mesh, self.variants.asked, least, below)
         every = self.variants.every()
         if not every:
-            return self.plan(mesh, every, least)
-        plain = self._plain(mesh)
+            return self.plan(mesh, every, least, below)
+        plain = self._plain(mesh, below)
         if plain is not None and not plain.memory_rows:
             return plain
-        again = self._again(mesh, float("inf") if plain is None else plain.price.total_s * (1 - WORTHWHILE))
+        again = self._again(mesh, below if plain is None else min(below, plain.price.total_s * (1 - WORTHWHILE)))
         found = [c for c in (plain, again) if c is not None]
         if found:
             return min(found, key=lambda c: c.price.total_s)
@@ -81,13 +80,13 @@ class Search:
             raise InfeasibleError(f"no plan on mesh ({mesh}) that was looked for fits {self.budget:,.0f} bytes per device.")
         return self._least(mesh)
 
-    def _plain(self, mesh: LogicalMesh) -> Chosen | None:
-        """The best plan that makes nothing again, if one fits."""
+    def _plain(self, mesh: LogicalMesh, below: float) -> Chosen | None:
+        """The best plan that makes nothing again, if one fits and takes less than `below` seconds."""
         assert self.budget is not None
         if self.variants.held_at_least(mesh.num_devices) > self.budget:
             return None
         try:
-            return self.plan(mesh, frozenset(), False)
+            return self.plan(mesh, frozenset(), False, below)
         except InfeasibleError:
             return None
 
@@ -106,8 +105,9 @@ class Search:
             self.progress(f"mesh {mesh}: what to make again, try {n + 1}")
             try:
                 values, seconds = ask()
-                if seconds <= below:
-                    found.append(self.plan(mesh, values, False))
+                if seconds > below:
+                    break  # nor would it be faster with less memory
+                found.append(self.plan(mesh, values, False, below))
             except Infeasible:
                 break  # nor would less memory do
             except (InfeasibleError, SolverError):
@@ -171,7 +171,7 @@ def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) ->
             continue
         tried[str(mesh)] = float("inf")
         try:
-            chosen = search.best(mesh, least=False)
+            chosen = search.best(mesh, False, min([c.price.total_s for c in found] or [_most(search)]))
         except InfeasibleError:
             refused.append(mesh)
             continue
@@ -185,7 +185,7 @@ def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) ->
     if not found and unanswered:
         raise unanswered[0]
     if not found and not refused:
-        raise TooSlow("no plan can be as fast as what is known.")
+        raise TooSlow("no plan can be as fast as what is known.", min(b or 0.0 for b in bounds.values()))
     if not found and not least:
         raise InfeasibleError("no plan that was looked for fits, or is as fast as what is known.")
     if not found:

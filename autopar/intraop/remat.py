@@ -22,6 +22,7 @@ from autopar.intraop.shape import Shape
 from autopar.intraop.solvers.highs import minimum_peak, relaxed, solve
 from autopar.ir.graph import BOUNDARY, MATMULS, ROOT, Graph, Op
 from autopar.ir.problem import Floats, Ints, Problem
+from autopar.ir.same import Memo
 from autopar.trace.recompute import Doubled, doubled, recompute, repeatable
 
 MODES = ("auto", "none", "dots", "full")
@@ -56,13 +57,17 @@ class Variants:
 
     def __init__(self, graph: Graph, fold: Callable[[Graph], Shape], mode: str = "none"):
         self.graph, self.fold, self.mode = graph, fold, mode
-        self._shapes: dict[frozenset[int], Shape] = {}
+        self._memo = Memo()
+
+    def in_mode(self, mode: str) -> Variants:
+        """The same, with what is known of it, for another mode."""
+        found = Variants(self.graph, self.fold, mode)
+        found._memo = self._memo
+        return found
 
     def shape(self, values: frozenset[int] = frozenset()) -> Shape:
         """The shape of the program that makes these values again."""
-        if values not in self._shapes:
-            self._shapes[values] = self.fold(recompute(self.graph, values))
-        return self._shapes[values]
+        return self._memo.get(values, lambda: self.fold(recompute(self.graph, values)))
 
     @cached_property
     def asked(self) -> frozenset[int]:
@@ -94,19 +99,22 @@ class Variants:
         """All that can be made again between the narrow places."""
         return repeatable(self.graph) - self.narrow
 
-    @cached_property
+    @property
     def narrow(self) -> frozenset[int]:
         """What crosses the program's narrow places."""
-        return borders(self.shape())
+        return self._memo.get("narrow", lambda: borders(self.shape()))
 
     def cheap(self) -> frozenset[int]:
         """The same without the results of matmuls that hold weights, and of other ops that are dear."""
         dear = {r for op in self.graph.ops if op.primitive in _KEPT and not _is_batched(op) for r in op.results}
         return self.every() - dear
 
-    @cached_property
+    @property
     def doubled(self) -> tuple[Doubled, Shape]:
         """The program in which all of `every` may be made again."""
+        return self._memo.get("doubled", self._doubled)
+
+    def _doubled(self) -> tuple[Doubled, Shape]:
         found = doubled(self.graph, self.narrow)
         return found, self.fold(found.graph)
 

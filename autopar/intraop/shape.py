@@ -15,6 +15,7 @@ from autopar.intraop.restrict import Limits, limits_of
 from autopar.ir.graph import ROOT, Graph
 from autopar.ir.restriction import Restriction
 from autopar.ir.rule import ShardingRule
+from autopar.ir.same import Memo
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,11 @@ class Shape:
     limits: Limits | None = None
     flight: int = 1
     streamed: Mapping[int, float] = field(default_factory=dict)
+
+    @cached_property
+    def memo(self) -> Memo:
+        """What was found out about it."""
+        return Memo()
 
     @cached_property
     def kept(self) -> frozenset[int]:

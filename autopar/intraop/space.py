@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations, product
 from math import gcd
+from typing import Any
 
 from autopar.intraop.clusters import Cluster
 from autopar.intraop.restrict import Choices, Limits
@@ -14,6 +15,7 @@ from autopar.intraop.strategies import enumerate_strategies
 from autopar.ir.graph import Aval, Graph, Op
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.rule import ShardingRule
+from autopar.ir.same import Memo, Same
 from autopar.ir.sharding import Axes, TensorSharding
 from autopar.ir.strategy import Strategy, is_legal, operand_sharding, result_sharding
 
@@ -35,6 +37,7 @@ class Space:
     assignments: tuple[tuple[tuple[Axes, ...], Axes], ...]
     passes: tuple[int, ...] = ()
     single: tuple[Strategy, ...] = ()
+    memo: Memo = field(default_factory=Memo)
     _cache: dict[tuple[int, int], Strategy] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -55,17 +58,38 @@ class Space:
 
     def operand(self, position: int, k: int) -> tuple[TensorSharding, ...]:
         """By choice: the sharding in which the op at `position` needs operand k."""
-        return tuple(operand_sharding(self.rules[position], self.strategy(position, s), k) for s in range(len(self)))
+        return self._all(operand_sharding, position, k)
 
     def result(self, position: int, k: int) -> tuple[TensorSharding, ...]:
         """By choice: the sharding in which the op at `position` leaves result k."""
-        return tuple(result_sharding(self.rules[position], self.strategy(position, s), k) for s in range(len(self)))
+        return self._all(result_sharding, position, k)
+
+    def _all(
+        self, sharding: Callable[[ShardingRule, Strategy, int], TensorSharding], position: int, k: int
+    ) -> tuple[TensorSharding, ...]:
+        rule = self.rules[position]
+        key = sharding, k, self.choices_of(position)
+        return self.memo.get(key, lambda: self.memo.one(tuple(sharding(rule, self.strategy(position, s), k) for s in range(len(self)))))
+
+    def choices_of(self, position: int) -> Hashable:
+        """What decides the strategies of the op at `position`."""
+        rule = Same(self.rules[position])
+        if self.single:
+            return rule, Same(self._chosen)
+        mine = self.classes[position]
+        passes = self.passes[position] if self.passes else -1
+        return rule, tuple(mine.get(f, -1) for f in self.rules[position].factors), passes, Same(self._chosen)
+
+    @cached_property
+    def _chosen(self) -> tuple[Any, ...]:
+        """The choices, those of another space where they are equal."""
+        return self.memo.one(self.single or self.assignments)
 
     def input(self, index: int) -> tuple[TensorSharding, ...]:
         """By choice: the sharding of the cluster's `index`-th input."""
-        return tuple(
-            TensorSharding(tuple(axes[c] if c >= 0 else () for c in self.input_classes[index])) for axes, _ in self.assignments
-        )
+        classes = self.input_classes[index]
+        key = "input", classes, Same(self._chosen)
+        return self.memo.get(key, lambda: self.memo.one(tuple(_lying(classes, axes) for axes, _ in self.assignments)))
 
     @cached_property
     def cut_axes(self) -> tuple[frozenset[str], ...]:
@@ -75,11 +99,23 @@ class Space:
         return tuple(frozenset(a for axes in cuts for a in axes) for cuts, _ in self.assignments)
 
 
+def _lying(classes: tuple[int, ...], axes: tuple[Axes, ...]) -> TensorSharding:
+    return TensorSharding(tuple(axes[c] if c >= 0 else () for c in classes))
+
+
 def build_space(
-    graph: Graph, rules: Sequence[ShardingRule], cluster: Cluster, mesh: LogicalMesh, limits: Limits | None = None
+    graph: Graph,
+    rules: Sequence[ShardingRule],
+    cluster: Cluster,
+    mesh: LogicalMesh,
+    limits: Limits | None = None,
+    memo: Memo | None = None,
 ) -> Space:
-    """The choices of a cluster on a mesh that `limits` leave; without any all of them, the whole one first."""
-    space = _all_choices(graph, rules, cluster, mesh)
+    """The choices of a cluster on a mesh that `limits` leave; without any all of them, the whole one first.
+
+    `memo` remembers what follows from choices on this mesh.
+    """
+    space = replace(_all_choices(graph, rules, cluster, mesh), memo=memo or Memo(), _cache={})
     return space if limits is None else _within(space, cluster, mesh, limits)
 
 

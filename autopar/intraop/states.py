@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from autopar.intraop.reshard import Price, moves_from
 from autopar.ir.graph import Aval
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.same import Memo
 from autopar.ir.sharding import Move, Reduction, TensorSharding
 
 
@@ -57,8 +58,15 @@ class StateGraph:
                 best.setdefault((a.tail, a.head), a)
         return tuple(best.values())
 
+    @cached_property
+    def _memo(self) -> Memo:
+        return Memo()
+
     def useful(self, sources: frozenset[int], targets: frozenset[int]) -> tuple[Arc, ...]:
         """Lean arcs on a cheapest way from some source to some target: all that a value with one user needs."""
+        return self._memo.get((sources, targets), lambda: self._useful(sources, targets))
+
+    def _useful(self, sources: frozenset[int], targets: frozenset[int]) -> tuple[Arc, ...]:
         d = self.distance
         src, dst = sorted(sources), sorted(targets)
         best = d[np.ix_(src, dst)]

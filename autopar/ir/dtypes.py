@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 _SIZES = {"bool": 1, "float0": 0, "int4": 1, "uint4": 1, "int2": 1, "uint2": 1}
 _KEY_BYTES = {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
 _NARROW = frozenset({"bfloat16", "float16"})
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """Bytes of one element; PRNG keys by the size of their key data."""
     if dtype in _SIZES:

@@ -10,7 +10,7 @@ import highspy
 import numpy as np
 
 from autopar.errors import CheckError, SolverError
-from autopar.intraop.evaluate import allowed_bytes, choice_of
+from autopar.intraop.evaluate import TooDear, allowed_bytes, choice_of
 from autopar.intraop.solvers.layers import postponed
 from autopar.intraop.solvers.memory import MemoryRows
 from autopar.intraop.solvers.openings import Openings
@@ -85,6 +85,7 @@ class Branch:
     """Minimises `model` under `limit` bytes at every time; with `peak` a last column of the model stands for the limit.
 
     `best` is the best answer so far, `bound` the proven bound: both are good at any moment, which is what makes the solve anytime.
+    Once the bound is at `below` or above, no answer is of use, and `TooDear` is raised.
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class Branch:
         gap: float,
         deadline: float,
         log: Log,
+        below: float = np.inf,
     ):
-        self.problem, self.model, self.memory = problem, model, memory
+        self.problem, self.model, self.memory, self.below = problem, model, memory, below
         self.judge, self.repair = judge, repair
         self.limit, self.peak, self.gap, self.deadline, self.log = limit, peak, gap, deadline, log
         self.best: Answer | None = None
@@ -110,7 +112,7 @@ class Branch:
         self.openings = Openings(problem)
 
     def minimise(self) -> None:
-        """Runs until proven within the gap or out of time; `Unsatisfiable` where nothing fits."""
+        """Runs until proven within the gap or out of time; `Unsatisfiable` where nothing fits, `TooDear` where nothing is of use."""
         if not len(self.model.cost):
             self.take((), np.zeros(0), self.judge((), np.zeros(0)))
             if self.best is None:
@@ -122,7 +124,7 @@ class Branch:
             relaxed = self.relax(LEFT_TO_ANSWERS if self.large else 0.0)
         except OutOfTime:
             return
-        self.bound = max(self.bound, relaxed.value)
+        self.raise_bound(relaxed.value)
         self.log(f"relaxation {relaxed.value:.9g} with {len(self.scaled.times)} memory rows")
         self.offer(relaxed.values)
         if not self.closed:
@@ -131,21 +133,33 @@ class Branch:
             self.close(relaxed)
 
     def unburdened(self) -> bool:
-        """Whether the relaxation without memory, with all columns closed that only memory makes worthwhile, ends the solve.
+        """Whether the relaxation without memory ends the solve."""
+        point = self.relax_unburdened()
+        if point is not None:
+            self.offer(point.values)
+        return self.closed
 
-        Its first memory rows are where it is over the limit.
+    def relax_unburdened(self, excess: float = 0.0) -> Point | None:
+        """The relaxation without memory, with all columns closed that only memory makes worthwhile; None where there are none.
+
+        The first memory rows are where it is over the limit by more than a share of `excess`.
         """
         late = np.zeros(0, np.int64) if self.peak else postponed(self.problem) + self.model.num_choices
         if not len(late):
-            return False
+            return None
         upper = self.model.upper.copy()
         upper[late] = 0.0
         point = self.relax_once(upper)[1]
-        self.bound = max(self.bound, point.value)
         self.log(f"relaxation {point.value:.9g} without memory")
-        self.scaled.times = self.violated(point.values)
-        self.offer(point.values)
-        return self.closed
+        self.raise_bound(point.value)
+        self.scaled.times = self.violated(point.values, excess)
+        return point
+
+    def raise_bound(self, bound: float) -> None:
+        """What was proven."""
+        self.bound = max(self.bound, bound)
+        if self.bound >= self.below:
+            raise TooDear(self.bound)
 
     @property
     def closed(self) -> bool:
@@ -205,7 +219,7 @@ class Branch:
             if self.peak or self.overfull():
                 raise
             point = self.run_relaxation(self.scaled.fresh(*everything, integers=False), self.model.upper)
-        self.bound = max(self.bound, point.value)
+        self.raise_bound(point.value)
         return point
 
     def overfull(self) -> bool:
@@ -271,7 +285,7 @@ class Branch:
 
         No answer within `spread` of the relaxation uses a column of a larger reduced cost.
         """
-        spread, failures = self.first_spread(relaxed), 0
+        spread, failures = min(self.first_spread(relaxed), self.below - relaxed.value), 0
         while not self.late and not self.closed:
             lower, upper, everything = self.narrowed(relaxed, spread)
             self.log(f"{int(np.sum(upper > lower))} of {len(upper)} columns open within {spread:.3g} of the relaxation")
@@ -280,13 +294,13 @@ class Branch:
             except Unsatisfiable:
                 if everything:
                     raise
-                self.bound = max(self.bound, relaxed.value + spread)
+                self.raise_bound(relaxed.value + spread)
                 failures += 1
                 spread = 4 * spread if failures < FAILURES else np.inf
                 continue
             if run.point is not None and run.point.value < relaxed.value - REPORT_TOLERANCE * max(abs(relaxed.value), self.scaled.unit):
                 raise CheckError(f"HiGHS reports {run.point.value:.9g}, which is below its own relaxation, {relaxed.value:.9g}")
-            self.bound = max(self.bound, run.bound if everything else min(run.bound, relaxed.value + spread))
+            self.raise_bound(run.bound if everything else min(run.bound, relaxed.value + spread))
             if everything or self.closed or not run.finished or self.best is None:
                 return
             needed = (self.best.value - relaxed.value) * (1 + 1e-9)

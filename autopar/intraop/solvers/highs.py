@@ -42,9 +42,17 @@ LARGE_CELLS, ASCENT_SHARE, LONGEST_ASCENT_S, LONGEST_SEARCH_S = 500_000, 0.5, 60
 
 
 def solve(
-    problem: Problem, *, time_limit_s: float | None = None, gap: float = 1e-6, log: Log | None = None, least: bool = True
+    problem: Problem,
+    *,
+    time_limit_s: float | None = None,
+    gap: float = 1e-6,
+    log: Log | None = None,
+    least: bool = True,
+    below: float = np.inf,
 ) -> Solution:
     """The cheapest answer that fits, proven within the relative `gap`.
+
+    Answers that cost `below` or more are of no use: `TooDear` is raised as soon as it is proven that there are no others.
 
     `time_limit_s` ends the search with status `time_limit` and the best answer so far; `SolverError` where there is none yet.
     Raises `Infeasible` where no answer fits, with the least peak if `least` asks for it. Whatever HiGHS says, the answer is
@@ -56,7 +64,7 @@ def solve(
     try:
         smaller, lift = _fitting(problem)
         log(f"{len(problem.node_costs)} nodes, {len(smaller.node_costs)} of them decide; {len(smaller.edges)} edges")
-        solution = _solved(smaller, gap, deadline, log)
+        solution = _solved(smaller, gap, deadline, log, below)
     except Unsatisfiable:
         raise (_infeasible(problem, deadline, log) if least else Infeasible("no choice fits", proven=False)) from None
     if solution is None:
@@ -83,11 +91,11 @@ def _fitting(problem: Problem) -> tuple[Problem, Lift]:
     return fitting, lambda solution: lift(lift_again(solution))
 
 
-def _solved(problem: Problem, gap: float, deadline: float, log: Log) -> Solution | None:
+def _solved(problem: Problem, gap: float, deadline: float, log: Log, below: float = np.inf) -> Solution | None:
     """Solves a presolved problem; None where the time was too short for any answer."""
     if _is_large(problem):
         return _solved_large(problem, gap, deadline, log)
-    branch = _least_seconds(problem, gap, deadline, log)
+    branch = _least_seconds(problem, gap, deadline, log, below)
     branch.minimise()
     if branch.best is None:
         _offer_cheapest(branch, max(deadline, time.monotonic()) + LAST_CHANCE_S)
@@ -175,7 +183,9 @@ def relaxed(
     deadline = np.inf if time_limit_s is None else time.monotonic() + time_limit_s
     branch = _least_seconds(problem, 1.0, deadline, log or _silent)
     try:
-        point = branch.relax(excess)
+        point = branch.relax_unburdened(excess)
+        if point is None or branch.scaled.times:
+            point = branch.relax(excess)
     except Unsatisfiable:
         raise Infeasible("no mixture of answers fits the budget") from None
     except OutOfTime:
@@ -260,14 +270,14 @@ def _size(problem: Problem, solution: Solution) -> float:
     return max([0.0, *nodes, *edges, *np.abs(problem.side.cost * solution.side), abs(problem.constant_cost)])
 
 
-def _least_seconds(problem: Problem, gap: float, deadline: float, log: Log) -> Branch:
+def _least_seconds(problem: Problem, gap: float, deadline: float, log: Log, below: float = np.inf) -> Branch:
     def judge(choice: tuple[int, ...], side: Floats) -> float | None:
         value = evaluate(problem, choice, side)
         return value.objective if value.feasible else None
 
     limit = np.inf if problem.budget is None else float(problem.budget)
     model, memory = programme(problem), memory_rows(problem)
-    branch = Branch(problem, model, memory, judge, _repaired, limit=limit, gap=gap, deadline=deadline, log=log)
+    branch = Branch(problem, model, memory, judge, _repaired, limit=limit, gap=gap, deadline=deadline, log=log, below=below)
     if not branch.model.num_side:
         spare = LOCAL_SEARCH_SHARE * max(0.0, min(deadline - time.monotonic(), 20.0))
         _offer_cheapest(branch, time.monotonic() + spare)

@@ -32,9 +32,12 @@ def solve(
     gap: float = 1e-6,
     log: Callable[[str], None] | None = None,
     least: bool = True,
+    below: float = np.inf,
     solver: pulp.LpSolver | None = None,
 ) -> Solution:
     """The cheapest answer that fits, from CBC or any PuLP solver given (which then keeps its own gap and time limit).
+
+    One that costs `below` or more is found all the same: PuLP does not tell bounds on the way.
 
     The bound of an answer that is not optimal is -inf: PuLP does not pass it on. Raises `Infeasible`, with the least peak if `least`
     asks for it.
