@@ -12,6 +12,7 @@ from autopar.compiler.options import Options
 from autopar.intraop.choose import Chosen, Progress
 from autopar.intraop.remat import Variants
 from autopar.intraop.shape import Shape
+from autopar.intraop.solvers.bases import Bases
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
 from autopar.ir.restriction import Restriction
@@ -30,7 +31,7 @@ class Compilation:
     the axes of the one mesh are for, if the user does. An interleaved schedule deals out `interleave` chunks of layers to each device.
     `least` has a refusal say what would fit, which may take long. `divided` is the
     program that runs the step as `microbatches`; plans whose steps take `below` seconds or more are of no use; `tried` says what was found
-    with fewer microbatches.
+    with fewer microbatches. `bases` are where solves have ended.
     """
 
     traced: Traced
@@ -55,6 +56,7 @@ class Compilation:
     candidates: tuple[tuple[str, float], ...] = ()
     plan: Plan | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    bases: Bases = field(default_factory=Bases)
 
     @property
     def program(self) -> Traced:

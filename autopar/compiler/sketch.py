@@ -155,10 +155,13 @@ class Table:
             return Sketch(self, formula, free, share)
         modes = AGAIN if asked == "auto" else (asked,)
         self._ask(modes[-1], DEAR)
-        self._stages(formula, share * self.budget, list(self.known))  # or nothing will do
+        found = self._stages(formula, share * self.budget, list(self.known))  # or nothing will do
         for mode in modes:
             self._ask(mode, SPARING)
-        return Sketch(self, formula, self._stages(formula, share * self.budget, list(self.known)), share)
+            found = self._stages(formula, share * self.budget, list(self.known))
+            if all(stage.choice.label[0] == first for stage in found.stages):
+                break  # to spare memory is enough
+        return Sketch(self, formula, found, share)
 
     def beyond(self, formula: Formula) -> list[Sketch]:
         """Sketches that hold more than there is: with as little more as there must be, and the fastest of all."""

@@ -55,7 +55,7 @@ def fold(c: Compilation) -> Compilation:
 def intraop(c: Compilation) -> Compilation:
     """Enumerate, price and solve the integer programme on each logical mesh; the fastest plan that fits is chosen."""
     assert c.variants is not None
-    limits = SolveOptions(c.options.solver, c.options.time_limit_s, c.options.gap)
+    limits = SolveOptions(c.options.solver, c.options.time_limit_s, c.options.gap, bases=c.bases)
     search = Search(
         c.variants,
         c.cluster,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from autopar.intraop.lift import lift
 from autopar.intraop.networks import tighten
 from autopar.intraop.price import Price, price_plan
 from autopar.intraop.shape import Shape
+from autopar.intraop.solvers.bases import Bases
 from autopar.ir.graph import Graph
 from autopar.ir.plan import ShardingPlan, Solve
 from autopar.ir.problem import Problem, Solution, Status
@@ -38,13 +39,15 @@ class SolveOptions:
     """How to solve: `solver` (`highs` or `pulp`), seconds per mesh, relative gap at which an answer is taken as optimal.
 
     With a `memory_price` memory is not stated, but what is held when backward begins costs so many seconds per byte; an answer that does
-    not fit is none. By weak duality no plan that fits costs less than the bound of that less what the whole budget costs.
+    not fit is none. By weak duality no plan that fits costs less than the bound of that less what the whole budget costs. `bases` are
+    where solves begin and end.
     """
 
     solver: str = "highs"
     time_limit_s: float | None = None
     gap: float = 1e-4
     memory_price: float | None = None
+    bases: Bases = field(default_factory=Bases, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +94,13 @@ def choose_on(
     try:
         if options.memory_price is None:
             solution = solvers.solve(
-                problem, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=least, below=below
+                problem,
+                options.solver,
+                time_limit_s=options.time_limit_s,
+                gap=options.gap,
+                least=least,
+                below=below,
+                bases=options.bases,
             )
         else:
             solution = _sparing(problem, options.memory_price, options, shape.graph)
@@ -138,7 +147,9 @@ def _sparing(problem: Problem, price: float, options: SolveOptions, graph: Graph
     while True:
         weighed = _weighed(problem, price, times)
         try:
-            found = solvers.solve(weighed, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=False)
+            found = solvers.solve(
+                weighed, options.solver, time_limit_s=options.time_limit_s, gap=options.gap, least=False, bases=options.bases
+            )
         except Infeasible as error:  # whatever memory there is
             raise Infeasible(str(error), proven=True) from None
         peak = evaluate(problem, found.choice, found.side).peak_time

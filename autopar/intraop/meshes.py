@@ -97,7 +97,7 @@ class Search:
         program is planned once, since that takes long and parts of its classes are many layers.
         """
         assert self.budget is not None
-        advice = Advice(self.variants, self.pricer(mesh), self.budget, self.pins(mesh), self.options.time_limit_s)
+        advice = Advice(self.variants, self.pricer(mesh), self.budget, self.pins(mesh), self.options.time_limit_s, self.options.bases)
         found: list[Chosen] = []
         for n, ask in enumerate(_questions(advice)):
             if found and (n > 1 or found[0].solve.variables > LARGE_COLUMNS):
@@ -130,7 +130,7 @@ class Search:
         problem, _ = enumerate_problem(self.variants.shape(self.variants.asked), self.pricer(mesh), None, self.pins(mesh))
         limit = self.options.time_limit_s
         try:
-            found = relaxed(problem, time_limit_s=None if limit is None else BOUND_SHARE * limit)
+            found = relaxed(problem, time_limit_s=None if limit is None else BOUND_SHARE * limit, bases=self.options.bases)
         except Infeasible:
             return 0.0
         seconds = None if found is None else found[1]

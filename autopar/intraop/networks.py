@@ -8,7 +8,7 @@ holds memory, and moving again in the late layer costs time again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -195,7 +195,7 @@ def add_network(network: Network, builder: SideBuilder, local_bytes: Sequence[in
                 flow[o] = builder.side(column)
                 builder.add_row([(flow[o], 1.0), (builder.side(o.column), -1.0)], -np.inf, 0.0)
         _conserve(network, user, flow, builder)
-    return tuple(replace(o, flows=tuple(flows[o.column])) if o.column in flows else o for o in openings)
+    return tuple(Opening(o.layer, o.head, o.arc, o.column, o.held, tuple(flows.get(o.column, ()))) for o in openings)
 
 
 def tighten(network: Network, openings: Sequence[Opening], choice: Sequence[int], side: Floats) -> None:

@@ -19,6 +19,7 @@ from autopar.intraop.clusters import is_elementwise
 from autopar.intraop.connect import fed_by_state
 from autopar.intraop.enumerate import Pins, enumerate_problem
 from autopar.intraop.shape import Shape
+from autopar.intraop.solvers.bases import Bases
 from autopar.intraop.solvers.highs import minimum_peak, relaxed, solve
 from autopar.ir.graph import BOUNDARY, MATMULS, ROOT, Graph, Op
 from autopar.ir.problem import Floats, Ints, Problem
@@ -210,8 +211,11 @@ class Advice:
     to keep a value against the memory that it takes.
     """
 
-    def __init__(self, variants: Variants, pricer: Pricer, budget: float, pins: Pins, time_limit_s: float | None):
+    def __init__(
+        self, variants: Variants, pricer: Pricer, budget: float, pins: Pins, time_limit_s: float | None, bases: Bases | None = None
+    ):
         self.variants, self.pricer, self.budget, self.pins, self.time_limit_s = variants, pricer, budget, pins, time_limit_s
+        self.bases = bases or Bases()
 
     @cached_property
     def choices(self) -> tuple[tuple[int, ...], ...]:
@@ -243,7 +247,7 @@ class Advice:
         return _values(shape, doubled, counts), found.objective
 
     def _relaxed(self, problem: Problem, excess: float) -> tuple[Floats, float]:
-        found = relaxed(problem, excess=excess, time_limit_s=self.time_limit_s)
+        found = relaxed(problem, excess=excess, time_limit_s=self.time_limit_s, bases=self.bases)
         if found is None:
             raise SolverError(f"no answer within {self.time_limit_s} s.")
         return found

@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.errors import CheckError, SolverError
 from autopar.intraop.evaluate import TooDear, allowed_bytes, choice_of
+from autopar.intraop.solvers.bases import Bases
 from autopar.intraop.solvers.layers import postponed
 from autopar.intraop.solvers.memory import MemoryRows
 from autopar.intraop.solvers.openings import Openings
@@ -102,7 +103,9 @@ class Branch:
         deadline: float,
         log: Log,
         below: float = np.inf,
+        bases: Bases | None = None,
     ):
+        self.bases = bases or Bases()
         self.problem, self.model, self.memory, self.below = problem, model, memory, below
         self.judge, self.repair = judge, repair
         self.limit, self.peak, self.gap, self.deadline, self.log = limit, peak, gap, deadline, log
@@ -191,14 +194,22 @@ class Branch:
 
     def relax_once(self, upper: Floats) -> tuple[highspy.Highs, Point]:
         """The relaxation with the memory rows known so far, re-scaled once if its value shows that the unit was a bad guess."""
-        solver = self.scaled.fresh(np.zeros_like(upper), upper, integers=False)
-        point = self.run_relaxation(solver, upper)
+        solver, point = self.run_fresh(upper)
         size = max(abs(point.value), abs(point.value - self.model.constant)) / self.scaled.unit
         if not size or SCALED_OPTIMUM / 1e2 <= size <= SCALED_OPTIMUM * 1e2:
             return solver, point
         self.scaled.unit *= size / SCALED_OPTIMUM
+        return self.run_fresh(upper)
+
+    def run_fresh(self, upper: Floats) -> tuple[highspy.Highs, Point]:
+        """One run of the simplex method, from where one with the same matrix ended."""
         solver = self.scaled.fresh(np.zeros_like(upper), upper, integers=False)
-        return solver, self.run_relaxation(solver, upper)
+        if self.model.num_side:
+            self.bases.begin(solver, self.model)
+        point = self.run_relaxation(solver, upper)
+        if self.model.num_side:
+            self.bases.keep(solver, self.model)
+        return solver, point
 
     def relax_inside(self, excess: float = 0.0) -> Point:
         """The same by the interior point method, as dual simplex takes minutes with memory rows. Nothing here needs a vertex."""
@@ -454,6 +465,7 @@ class Branch:
 def inside(solver: highspy.Highs) -> highspy.Highs:
     """Sets the interior point method, which ends without a vertex."""
     solver.setOptionValue("solver", "ipm")
+    solver.setOptionValue("presolve", "choose")
     solver.setOptionValue("run_crossover", "off")
     return solver
 

@@ -12,6 +12,7 @@ from autopar.errors import CheckError, SolverError
 from autopar.intraop.evaluate import Infeasible, allowed_bytes, choice_of, evaluate
 from autopar.intraop.presolve import Lift, presolve
 from autopar.intraop.solvers.ascent import ascend
+from autopar.intraop.solvers.bases import Bases
 from autopar.intraop.solvers.branch import Branch, Log, OutOfTime, Unsatisfiable
 from autopar.intraop.solvers.memory import memory_rows
 from autopar.intraop.solvers.programme import programme
@@ -49,8 +50,9 @@ def solve(
     log: Log | None = None,
     least: bool = True,
     below: float = np.inf,
+    bases: Bases | None = None,
 ) -> Solution:
-    """The cheapest answer that fits, proven within the relative `gap`.
+    """The cheapest answer that fits, proven within the relative `gap`. Relaxations begin where those of `bases` ended.
 
     Answers that cost `below` or more are of no use: `TooDear` is raised as soon as it is proven that there are no others.
 
@@ -64,7 +66,7 @@ def solve(
     try:
         smaller, lift = _fitting(problem)
         log(f"{len(problem.node_costs)} nodes, {len(smaller.node_costs)} of them decide; {len(smaller.edges)} edges")
-        solution = _solved(smaller, gap, deadline, log, below)
+        solution = _solved(smaller, gap, deadline, log, below, bases)
     except Unsatisfiable:
         raise (_infeasible(problem, deadline, log) if least else Infeasible("no choice fits", proven=False)) from None
     if solution is None:
@@ -91,11 +93,13 @@ def _fitting(problem: Problem) -> tuple[Problem, Lift]:
     return fitting, lambda solution: lift(lift_again(solution))
 
 
-def _solved(problem: Problem, gap: float, deadline: float, log: Log, below: float = np.inf) -> Solution | None:
+def _solved(
+    problem: Problem, gap: float, deadline: float, log: Log, below: float = np.inf, bases: Bases | None = None
+) -> Solution | None:
     """Solves a presolved problem; None where the time was too short for any answer."""
     if _is_large(problem):
         return _solved_large(problem, gap, deadline, log)
-    branch = _least_seconds(problem, gap, deadline, log, below)
+    branch = _least_seconds(problem, gap, deadline, log, below, bases)
     branch.minimise()
     if branch.best is None:
         _offer_cheapest(branch, max(deadline, time.monotonic()) + LAST_CHANCE_S)
@@ -173,7 +177,12 @@ class _Best:
 
 
 def relaxed(
-    problem: Problem, *, excess: float = 0.0, time_limit_s: float | None = None, log: Log | None = None
+    problem: Problem,
+    *,
+    excess: float = 0.0,
+    time_limit_s: float | None = None,
+    log: Log | None = None,
+    bases: Bases | None = None,
 ) -> tuple[Floats, float] | None:
     """The relaxation of a problem under its budget: a value per strategy, in shares, and a bound of the objective.
 
@@ -181,7 +190,7 @@ def relaxed(
     mixture of answers fits.
     """
     deadline = np.inf if time_limit_s is None else time.monotonic() + time_limit_s
-    branch = _least_seconds(problem, 1.0, deadline, log or _silent)
+    branch = _least_seconds(problem, 1.0, deadline, log or _silent, bases=bases)
     try:
         point = branch.relax_unburdened(excess)
         if point is None or branch.scaled.times:
@@ -270,14 +279,16 @@ def _size(problem: Problem, solution: Solution) -> float:
     return max([0.0, *nodes, *edges, *np.abs(problem.side.cost * solution.side), abs(problem.constant_cost)])
 
 
-def _least_seconds(problem: Problem, gap: float, deadline: float, log: Log, below: float = np.inf) -> Branch:
+def _least_seconds(
+    problem: Problem, gap: float, deadline: float, log: Log, below: float = np.inf, bases: Bases | None = None
+) -> Branch:
     def judge(choice: tuple[int, ...], side: Floats) -> float | None:
         value = evaluate(problem, choice, side)
         return value.objective if value.feasible else None
 
     limit = np.inf if problem.budget is None else float(problem.budget)
     model, memory = programme(problem), memory_rows(problem)
-    branch = Branch(problem, model, memory, judge, _repaired, limit=limit, gap=gap, deadline=deadline, log=log, below=below)
+    branch = Branch(problem, model, memory, judge, _repaired, limit=limit, gap=gap, deadline=deadline, log=log, below=below, bases=bases)
     if not branch.model.num_side:
         spare = LOCAL_SEARCH_SHARE * max(0.0, min(deadline - time.monotonic(), 20.0))
         _offer_cheapest(branch, time.monotonic() + spare)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pulp
@@ -33,11 +34,12 @@ def solve(
     log: Callable[[str], None] | None = None,
     least: bool = True,
     below: float = np.inf,
+    bases: Any = None,
     solver: pulp.LpSolver | None = None,
 ) -> Solution:
     """The cheapest answer that fits, from CBC or any PuLP solver given (which then keeps its own gap and time limit).
 
-    One that costs `below` or more is found all the same: PuLP does not tell bounds on the way.
+    One that costs `below` or more is found all the same: PuLP does not tell bounds on the way, nor does it take `bases`.
 
     The bound of an answer that is not optimal is -inf: PuLP does not pass it on. Raises `Infeasible`, with the least peak if `least`
     asks for it.

@@ -47,6 +47,8 @@ class Scaled:
         solver = _Highs()
         for option, value in _OPTIONS.items():
             solver.setOptionValue(option, value)
+        if not integers and self.model.num_side:
+            solver.setOptionValue("presolve", "off")  # finds little in conversion trees, and the simplex method takes longer after it
         if not integers and len(self.model.cost) > LARGE_COLUMNS:
             solver.setOptionValue("dual_feasibility_tolerance", 1e-5)
         solver.setOptionValue("mip_rel_gap", self.gap / 2)

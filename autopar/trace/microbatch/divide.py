@@ -317,7 +317,7 @@ class _Divider:
         if form.partial:
             return self._added_up(new, aval, form.partial[0][1], like)
         if form.is_replicated:
-            return self._carry(new, lambda last, x: x, 0, self._local(aval, form), like)
+            return self._carry(new, lambda last, x: x, 0, self._local(aval, form), like, "last")
         d = next(d for d, axes in enumerate(form.dims) if axes)
         part = self._local(aval, form)
         every = replace(part, shape=(self.parts.count, *part.shape))
@@ -332,23 +332,28 @@ class _Divider:
         """The sum (or max, ...) of a partial value over the microbatches, in the value's own dtype."""
         held = self.builder.avals[part]
         wide = held if self.as_written else replace(held, dtype=accumulation_dtype(held.dtype) if kind == "sum" else held.dtype)
-        total = self._carry(part, lambda so_far, x: _ADD[kind](so_far, x.astype(so_far.dtype)), _identity(kind, wide.dtype), wide, like)
+
+        def add(so_far: Any, x: Any) -> Any:
+            return _ADD[kind](so_far, x.astype(so_far.dtype))
+
+        total = self._carry(part, add, _identity(kind, wide.dtype), wide, like, kind)
         if self.builder.avals[total] == aval:
             return total
 
         def narrowed(x: Any) -> Any:
             return compat.with_type_strength(x.astype(aval.dtype), aval.weak_type)
 
-        return self._run(narrowed, [total], self.loop.after, ROOT, like)[0]
+        return self._run(narrowed, [total], self.loop.after, ROOT, like, ("narrowed", self.builder.avals[total], aval))[0]
 
-    def _carry(self, part: int, step: Callable[[Any, Any], Any], start: Any, aval: Aval, like: Op) -> int:
-        """What a carried value is after the loop that begins as `start` everywhere and goes on by `step` with each `part`."""
+    def _carry(self, part: int, step: Callable[[Any, Any], Any], start: Any, aval: Aval, like: Op, key: str) -> int:
+        """What a carried value is after the loop that begins as `start` everywhere and goes on by `step`, named `key`, with each `part`."""
         aval = replace(aval, weak_type=False)
         dtype = compat.struct(aval).dtype
-        (begin,) = self._run(lambda: jnp.full(aval.shape, start, dtype), [], self.loop.before, ROOT)
+        (begin,) = self._run(lambda: jnp.full(aval.shape, start, dtype), [], self.loop.before, ROOT, key=("begin", aval, start))
         position = len(self.loop.entering)
         so_far = self._port("loop_carry", self.loop.entering, begin, aval, position, "forward", like)
-        (after,) = self._run(lambda a, b: step(a, b).astype(dtype), [so_far, part], self.loop.inside, self.region, like)
+        known = key, aval, self.builder.avals[part]
+        (after,) = self._run(lambda a, b: step(a, b).astype(dtype), [so_far, part], self.loop.inside, self.region, like, known)
         return self._port("loop_exit", self.loop.leaving, after, aval, position, like.phase, like)
 
     # Outside of the loop
