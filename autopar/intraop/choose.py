@@ -55,7 +55,8 @@ class Chosen:
     """The plan for one logical mesh, with its price, its proof, and what is live at its memory peak.
 
     `shape` is that of the program with the values `recomputed` made again. Where `memory_rows` is 0, memory decided nothing.
-    `peaks` are those up to the end of the last loop, and after it.
+    `peaks` are those up to the end of the last loop, and after it. `promised` are the seconds that advice on what to make again has
+    promised for its mesh.
     """
 
     plan: ShardingPlan
@@ -70,6 +71,7 @@ class Chosen:
     enumerate_s: float = 0.0
     solve_s: float = 0.0
     peaks: tuple[int, int] = (0, 0)
+    promised: float = float("inf")
 
 
 def choose_on(

@@ -58,11 +58,12 @@ class Search:
     def pricer(self, mesh: LogicalMesh) -> Pricer:
         return pricer_of(self.cluster, mesh, self.as_written)
 
-    def best(self, mesh: LogicalMesh, least: bool = True, below: float = float("inf")) -> Chosen:
+    def best(self, mesh: LogicalMesh, least: bool = True, below: float = float("inf"), promised: float = float("inf")) -> Chosen:
         """The best plan on a mesh, with values made again as `variants.mode` says: where memory asks for it, if it is `auto`.
 
         Where nothing fits, what holds least is tried and, if it does not fit either, named by `InfeasibleError`; without `least`
-        nothing more is tried, and plans that take `below` seconds or more are of no use.
+        nothing more is tried, and plans that take `below` seconds or more are of no use. Where advice on what to make again promises no
+        fewer seconds than it has `promised` on another mesh, its plans would hardly be faster than the one there, and take long to find.
         """
         if self.variants.mode != "auto" or self.budget is None:
             return self.plan(mesh, self.variants.asked, least, below)
@@ -72,7 +73,7 @@ class Search:
         plain = self._plain(mesh, below)
         if plain is not None and not plain.memory_rows:
             return plain
-        again = self._again(mesh, below if plain is None else min(below, plain.price.total_s * (1 - WORTHWHILE)))
+        again = self._again(mesh, below if plain is None else min(below, plain.price.total_s * (1 - WORTHWHILE)), promised)
         found = [c for c in (plain, again) if c is not None]
         if found:
             return min(found, key=lambda c: c.price.total_s)
@@ -90,8 +91,8 @@ class Search:
         except InfeasibleError:
             return None
 
-    def _again(self, mesh: LogicalMesh, below: float) -> Chosen | None:
-        """The best plan found that makes values again, with a step that promises to take less than `below` seconds.
+    def _again(self, mesh: LogicalMesh, below: float, promised: float) -> Chosen | None:
+        """The best plan found that makes values again, with a step that promises to take less than `below` seconds, and less than `promised`.
 
         What to make again comes from relaxations under the budget, and from ones under less where the answers do not fit whole. A large
         program is planned once, since that takes long and parts of its classes are many layers.
@@ -99,15 +100,17 @@ class Search:
         assert self.budget is not None
         advice = Advice(self.variants, self.pricer(mesh), self.budget, self.pins(mesh), self.options.time_limit_s, self.options.bases)
         found: list[Chosen] = []
+        first = float("inf")
         for n, ask in enumerate(_questions(advice)):
             if found and (n > 1 or found[0].solve.variables > LARGE_COLUMNS):
                 break
             self.progress(f"mesh {mesh}: what to make again, try {n + 1}")
             try:
                 values, seconds = ask()
-                if seconds > below:
+                first = min(first, seconds)
+                if seconds > below or first >= promised * (1 - WORTHWHILE):
                     break  # nor would it be faster with less memory
-                found.append(self.plan(mesh, values, False, below))
+                found.append(replace(self.plan(mesh, values, False, below), promised=first))
             except Infeasible:
                 break  # nor would less memory do
             except (InfeasibleError, SolverError):
@@ -165,13 +168,13 @@ def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) ->
     unanswered: list[SolverError] = []
     bounds = {mesh: search.bound(mesh) for mesh in meshes}
     for mesh in sorted(meshes, key=lambda m: _rank(bounds[m])):
-        below = bounds[mesh] or 0.0
-        if below > min([c.price.total_s for c in found] or [_most(search)]) * (1 - search.options.gap):
-            tried[f"{mesh}, at least"] = below
+        bound, below = bounds[mesh] or 0.0, min([c.price.total_s for c in found] or [_most(search)])
+        if bound > below * (1 - search.options.gap):
+            tried[f"{mesh}, at least"] = bound
             continue
         tried[str(mesh)] = float("inf")
         try:
-            chosen = search.best(mesh, False, min([c.price.total_s for c in found] or [_most(search)]))
+            chosen = search.best(mesh, False, below, min([c.promised for c in found], default=float("inf")))
         except InfeasibleError:
             refused.append(mesh)
             continue

@@ -19,7 +19,8 @@ from autopar.models.layers import Array, Perceptron, SelfAttention, cross_entrop
 class GPTConfig(Config):
     """`tied=True`: the head is the transposed embedding, as in GPT-3. `tied=False`: a matrix of its own.
 
-    `head_size` and `ffn` are by default `hidden / heads` and `4 hidden`. `fused=True`: attention is one op (`fused`).
+    `head_size` and `ffn` are by default `hidden / heads` and `4 hidden`. `fused=True`: attention is one op (`fused`). `scanned=True`: one
+    `scan` over the layers, whose weights are stacked.
     """
 
     layers: int
@@ -31,6 +32,7 @@ class GPTConfig(Config):
     head_size: int | None = None
     ffn: int | None = None
     fused: bool = False
+    scanned: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -50,6 +52,16 @@ class Block(nn.Module):
         return x + Perceptron(c.ffn or 4 * c.hidden, **c.dtypes, name="mlp")(nn.LayerNorm(**c.dtypes, name="mlp_norm")(x))
 
 
+class ScannedBlock(nn.Module):
+    """One layer as the body of a scan."""
+
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: Array, _: None) -> tuple[Array, None]:
+        return Block(self.config, name="layer")(x), None
+
+
 class GPT(nn.Module):
     """Tokens `(b s)` -> logits `(b s v)`."""
 
@@ -62,7 +74,10 @@ class GPT(nn.Module):
         embed = nn.Embed(c.vocab, c.hidden, embedding_init=init, **c.dtypes, name="embed")
         positions = self.param("positions", init, (c.seq, c.hidden), c.param_dtype)
         x = embed(tokens) + positions.astype(c.dtype)
-        for layer in range(c.layers):
+        if c.scanned:
+            every = nn.scan(ScannedBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
+            x, _ = every(c, name="layers")(x, None)
+        for layer in () if c.scanned else range(c.layers):
             x = Block(c, name=f"layer_{layer}")(x)
         x = nn.LayerNorm(**c.dtypes, name="norm")(x)
         return embed.attend(x) if c.tied else nn.Dense(c.vocab, use_bias=False, **c.dtypes, name="head")(x)
