@@ -92,7 +92,7 @@ class Search:
             return None
 
     def _again(self, mesh: LogicalMesh, below: float, promised: float) -> Chosen | None:
-        """The best plan found that makes values again, with a step that promises to take less than `below` seconds, and less than `promised`.
+        """The best plan found that makes values again, with a step that promises to take less than `below` and `promised` seconds.
 
         What to make again comes from relaxations under the budget, and from ones under less where the answers do not fit whole. A large
         program is planned once, since that takes long and parts of its classes are many layers.
