@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from autopar.compiler.stages import plan_for_any_stages, plan_in_stages
 from autopar.compiler.steps import run
 from autopar.errors import InfeasibleError, MicrobatchError, SolverError
 from autopar.intraop.choose import TooSlow
+from autopar.intraop.meshes import REFUSAL_S
 from autopar.intraop.solvers.scaled import LARGE_COLUMNS
 from autopar.ir.mesh import LogicalMesh
 from autopar.trace.roles import batch_leaves
@@ -81,7 +83,7 @@ def _meshes_after(best: Compilation) -> tuple[LogicalMesh, ...]:
 def _holding_least(c: Compilation) -> Compilation:
     """A plan that only what holds least allows, with as many microbatches as make that less. Raises the least bad `InfeasibleError`."""
     refused: InfeasibleError | None = None
-    worse = 0
+    worse, begin = 0, time.perf_counter()
     for count in _counts(c):
         c.progress(f"what holds least, with {count} microbatches" if count > 1 else "what holds least")
         try:
@@ -93,7 +95,7 @@ def _holding_least(c: Compilation) -> Compilation:
                 refused, worse = error, 0
             else:
                 worse += 1  # sums that are kept over microbatches may cost what the first halving saves
-            if worse == 2 or not c.least or not error.peak_bytes:
+            if worse == 2 or not c.least or not error.peak_bytes or time.perf_counter() - begin > REFUSAL_S:
                 break
     assert refused is not None
     raise refused

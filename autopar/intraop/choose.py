@@ -25,6 +25,9 @@ from autopar.ir.same import Same
 
 Progress = Callable[[str], None]
 
+LEAST_GAP = 0.01
+"""Relative gap at which a budget that works counts as the smallest that does."""
+
 
 class TooSlow(InfeasibleError):
     """No plan is as fast as what is known, whatever memory there is or within the budget: `bound`, in seconds, is proven."""
@@ -101,6 +104,7 @@ def choose_on(
                 time_limit_s=options.time_limit_s,
                 gap=options.gap,
                 least=least,
+                least_gap=LEAST_GAP,
                 below=below,
                 bases=options.bases,
             )

@@ -23,8 +23,14 @@ MARGINS = (0.98, 0.9, 0.8)
 WORTHWHILE = 2e-3
 """Share of the step time that making values again must promise to save where a plan fits without."""
 
+ADVICE_SHARE = 0.25
+"""Share of a mesh's time limit that advice on what to make again may take."""
+
 BOUND_SHARE = 0.25
 """Share of a mesh's time limit after which its bound is not waited for."""
+
+REFUSAL_S = 20.0
+"""Seconds after which no more logical meshes, or numbers of microbatches, are looked at for what would fit."""
 
 Values = frozenset[int]
 
@@ -98,7 +104,8 @@ class Search:
         program is planned once, since that takes long and parts of its classes are many layers.
         """
         assert self.budget is not None
-        advice = Advice(self.variants, self.pricer(mesh), self.budget, self.pins(mesh), self.options.time_limit_s, self.options.bases)
+        limit = None if self.options.time_limit_s is None else ADVICE_SHARE * self.options.time_limit_s
+        advice = Advice(self.variants, self.pricer(mesh), self.budget, self.pins(mesh), limit, self.options.bases)
         found: list[Chosen] = []
         first = float("inf")
         for n, ask in enumerate(_questions(advice)):
@@ -119,9 +126,9 @@ class Search:
 
     def _least(self, mesh: LogicalMesh) -> Chosen:
         """A plan that holds as little as can be; `InfeasibleError` where even that is too much."""
-        refused = []
         held = least_held(self.variants, self.pricer(mesh), self.pins(mesh), self.options.time_limit_s)
-        for values in dict.fromkeys((held, self.variants.every(), Values())):
+        refused = []
+        for values in (held,) if held is not None else dict.fromkeys((self.variants.every(), Values())):
             try:
                 return self.plan(mesh, values, True)
             except InfeasibleError as error:
@@ -156,7 +163,8 @@ def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) ->
     which even that is slower than a plan that was found are passed over. Raises the least bad `InfeasibleError` when none fits, which
     says what would if `least`, and `SolverError` when time ran out everywhere.
     """
-    if not least and search.budget is not None and search.variants.needed_at_least(meshes[0].num_devices) > search.budget:
+    hopeless = search.budget is not None and search.variants.needed_at_least(meshes[0].num_devices) > search.budget
+    if hopeless and not least:
         raise InfeasibleError("whatever is made again, this takes more memory.")
     if len(meshes) == 1 and search.below is None:
         alone = search.best(meshes[0], least)
@@ -166,8 +174,9 @@ def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) ->
     tried: dict[str, float] = {}
     refused: list[LogicalMesh] = []
     unanswered: list[SolverError] = []
-    bounds = {mesh: search.bound(mesh) for mesh in meshes}
-    for mesh in sorted(meshes, key=lambda m: _rank(bounds[m])):
+    bounds = {} if hopeless else {mesh: search.bound(mesh) for mesh in meshes}
+    refused += sorted(meshes, key=lambda m: len(m.sizes)) if hopeless else []
+    for mesh in sorted(bounds, key=lambda m: _rank(bounds[m])):
         bound, below = bounds[mesh] or 0.0, min([c.price.total_s for c in found] or [_most(search)])
         if bound > below * (1 - search.options.gap):
             tried[f"{mesh}, at least"] = bound
@@ -222,7 +231,7 @@ def _at_last(search: Search, meshes: Sequence[LogicalMesh]) -> Chosen:
             return search.best(mesh)
         except InfeasibleError as error:
             refused.append(error)
-        if search.options.time_limit_s is not None and search.clock() - begin > search.options.time_limit_s:
+        if search.clock() - begin > REFUSAL_S:
             break
     raise _smallest(refused)
 

@@ -8,6 +8,7 @@ forward before the others. What is then made again is as fixed as the rest of th
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
@@ -45,6 +46,9 @@ ROUGHLY = 0.95
 
 MANY = 5_000
 """Side columns above which no branch and bound is run for mere advice."""
+
+LONGEST_S = 8.0
+"""Seconds that what holds least is sought for."""
 
 LEAST = 1.0
 """Bytes: a budget under which every value matters."""
@@ -214,8 +218,14 @@ class Advice:
     def __init__(
         self, variants: Variants, pricer: Pricer, budget: float, pins: Pins, time_limit_s: float | None, bases: Bases | None = None
     ):
-        self.variants, self.pricer, self.budget, self.pins, self.time_limit_s = variants, pricer, budget, pins, time_limit_s
+        self.variants, self.pricer, self.budget, self.pins = variants, pricer, budget, pins
+        self.time_limit_s, self.spent_s = time_limit_s, 0.0
         self.bases = bases or Bases()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that an answer may take, after those before it; None for as long as it does."""
+        return None if self.time_limit_s is None else max(0.0, self.time_limit_s - self.spent_s)
 
     @cached_property
     def choices(self) -> tuple[tuple[int, ...], ...]:
@@ -242,25 +252,29 @@ class Advice:
         problem, _ = enumerate_problem(shape, self.pricer, self.budget, self.pins, doubled=doubled, only=self.choices)
         if len(problem.side) > MANY:
             raise SolverError("too large to be asked for whole classes")
-        found = solve(problem, time_limit_s=self.time_limit_s, gap=EXCESS, least=False)
+        begin = time.monotonic()
+        found = solve(problem, time_limit_s=self.seconds_left, gap=EXCESS, least=False)
+        self.spent_s += time.monotonic() - begin
         counts = {c: len(shape.folded.members[c]) for c in _optional(shape, doubled) if found.choice[c]}
         return _values(shape, doubled, counts), found.objective
 
     def _relaxed(self, problem: Problem, excess: float) -> tuple[Floats, float]:
-        found = relaxed(problem, excess=excess, time_limit_s=self.time_limit_s, bases=self.bases)
+        left, begin = self.seconds_left, time.monotonic()
+        found = relaxed(problem, excess=excess, time_limit_s=left, bases=self.bases) if left != 0.0 else None
+        self.spent_s += time.monotonic() - begin
         if found is None:
-            raise SolverError(f"no answer within {self.time_limit_s} s.")
+            raise SolverError("there was no time to say what had better be made again.")
         return found
 
 
-def least_held(variants: Variants, pricer: Pricer, pins: Pins, time_limit_s: float | None) -> frozenset[int]:
-    """What to make again, or not, so that the peak is as low as it can be; of a class of equal layers all or none."""
+def least_held(variants: Variants, pricer: Pricer, pins: Pins, time_limit_s: float | None) -> frozenset[int] | None:
+    """What to make again, or not, so that the peak is as low as it can be: all or none of a class. None for want of time."""
     doubled, shape = variants.doubled
     problem, _ = enumerate_problem(shape, pricer, LEAST, pins, doubled=doubled)
     try:
-        _, solution = minimum_peak(problem, time_limit_s=time_limit_s)
+        _, solution = minimum_peak(problem, time_limit_s=min(LONGEST_S, time_limit_s or LONGEST_S), gap=EXCESS)
     except SolverError:
-        return variants.every()
+        return None
     counts = {c: len(shape.folded.members[c]) for c in _optional(shape, doubled) if solution.choice[c]}
     return _values(shape, doubled, counts)
 

@@ -367,7 +367,7 @@ class Branch:
     def tighten(self, values: Floats) -> bool:
         """Adds what an integral answer violates; whether there was anything to add."""
         rounded = self.rounded(values)
-        times = self.violated(rounded)
+        times = self.violated(rounded, self.gap / 2 if self.peak else 0.0)
         self.scaled.times += times
         if times or self.peak:
             return bool(times)

@@ -21,6 +21,9 @@ from autopar.intraop.solvers.scaled import SCALED_BUDGET, SCALED_OPTIMUM, with_p
 from autopar.intraop.solvers.search import improve
 from autopar.ir.problem import Edge, Floats, Problem, Solution, Status
 
+EXACTLY = 1e-9
+"""Relative gap of a least peak that is to be exact."""
+
 LOCAL_SEARCH_SHARE = 0.1
 """Share of the time limit that the local search for a first answer may take, of 20 s at most."""
 
@@ -33,9 +36,9 @@ LONGEST_REPAIR_S = 2.0
 SPARE_BYTES = (0.02, 0.1, 0.3, 1.0, 4.0, np.inf)
 """Shares above the bound of the least peak at which an answer to a large programme is sought."""
 
-LONGEST_PEAK_S = 120.0
-"""Seconds that the least peak is sought for where the solve itself has no time limit."""
-SHORTEST_PEAK_S = 10.0
+LONGEST_PEAK_S = 15.0
+"""Seconds that the least peak is sought for at most: a refusal is to come soon."""
+SHORTEST_PEAK_S = 5.0
 """Seconds that it is sought for where the solve has used up its time: a refusal that says what would fit is worth them."""
 
 LARGE_CELLS, ASCENT_SHARE, LONGEST_ASCENT_S, LONGEST_SEARCH_S = 500_000, 0.5, 60.0, 15.0
@@ -49,6 +52,7 @@ def solve(
     gap: float = 1e-6,
     log: Log | None = None,
     least: bool = True,
+    least_gap: float = EXACTLY,
     below: float = np.inf,
     bases: Bases | None = None,
 ) -> Solution:
@@ -57,8 +61,8 @@ def solve(
     Answers that cost `below` or more are of no use: `TooDear` is raised as soon as it is proven that there are no others.
 
     `time_limit_s` ends the search with status `time_limit` and the best answer so far; `SolverError` where there is none yet.
-    Raises `Infeasible` where no answer fits, with the least peak if `least` asks for it. Whatever HiGHS says, the answer is
-    re-evaluated on `problem`.
+    Raises `Infeasible` where no answer fits, with the least peak (to `least_gap`) if `least` asks for it. Whatever HiGHS says, the
+    answer is re-evaluated on `problem`.
     """
     begin = time.monotonic()
     deadline = np.inf if time_limit_s is None else begin + time_limit_s
@@ -68,7 +72,7 @@ def solve(
         log(f"{len(problem.node_costs)} nodes, {len(smaller.node_costs)} of them decide; {len(smaller.edges)} edges")
         solution = _solved(smaller, gap, deadline, log, below, bases)
     except Unsatisfiable:
-        raise (_infeasible(problem, deadline, log) if least else Infeasible("no choice fits", proven=False)) from None
+        raise (_infeasible(problem, deadline, log, least_gap) if least else Infeasible("no choice fits", proven=False)) from None
     if solution is None:
         raise SolverError(f"no answer within {time_limit_s} s. Give more time with `time_limit_s`, or a larger budget.")
     lifted = replace(lift(solution), seconds=time.monotonic() - begin)
@@ -202,12 +206,14 @@ def relaxed(
     return point.values[: problem.num_choices], point.value
 
 
-def minimum_peak(problem: Problem, *, time_limit_s: float | None = None, log: Log | None = None) -> tuple[float, Solution]:
+def minimum_peak(
+    problem: Problem, *, time_limit_s: float | None = None, log: Log | None = None, gap: float = EXACTLY
+) -> tuple[float, Solution]:
     """The least peak of any answer in bytes, and an answer that has it; the problem's budget is not looked at.
 
     The peak is that of the integral answer, so a budget of so many bytes works. `solution.status` is `optimal` where no answer has
-    less (within 1e-6), else `feasible` or `time_limit`; its `bound` says nothing about seconds. Raises `Infeasible` where edges and
-    side rows exclude every answer.
+    less (but for a share of `gap`), else `feasible` or `time_limit`; its `bound` says nothing about seconds. Raises `Infeasible` where
+    edges and side rows exclude every answer.
 
     A large programme's peak is not minimised: the cheapest answer of a budget little above the bound is taken, the first that is found.
     """
@@ -222,7 +228,7 @@ def minimum_peak(problem: Problem, *, time_limit_s: float | None = None, log: Lo
         constant_cost=0.0,
     )
     smaller, lift = presolve(priceless)
-    branch = _least_bytes(smaller, deadline, log or _silent)
+    branch = _least_bytes(smaller, deadline, log or _silent, gap)
     try:
         found = _found_near(problem, branch, deadline, log or _silent) if branch.large else _found_least(branch, lift)
     except Unsatisfiable:
@@ -319,7 +325,7 @@ def _offer_cheapest(branch: Branch, deadline: float) -> None:
         branch.take(cheapest, side, branch.judge(cheapest, side))
 
 
-def _least_bytes(problem: Problem, deadline: float, log: Log) -> Branch:
+def _least_bytes(problem: Problem, deadline: float, log: Log, gap: float = EXACTLY) -> Branch:
     """The programme with one more column, the peak, whose bytes are in units of a thousandth of a plain answer's peak."""
     memory = memory_rows(problem)
 
@@ -330,7 +336,7 @@ def _least_bytes(problem: Problem, deadline: float, log: Log) -> Branch:
     even = np.concatenate([_uniform(problem), np.zeros(len(problem.side))])
     limit = max(float(memory.usage(even).max(initial=0.0)), 1.0)
     model = with_peak(programme(problem), memory, limit)
-    branch = Branch(problem, model, memory, judge, _repaired, limit=limit, peak=True, gap=1e-9, deadline=deadline, log=log)
+    branch = Branch(problem, model, memory, judge, _repaired, limit=limit, peak=True, gap=gap, deadline=deadline, log=log)
     branch.scaled.unit = SCALED_BUDGET / SCALED_OPTIMUM
     branch.scaled.times = memory.worst_times(memory.usage(np.ones(problem.num_choices + len(problem.side))), -np.inf)
     return branch
@@ -341,13 +347,13 @@ def _uniform(problem: Problem) -> Floats:
     return np.concatenate([np.full(len(c), 1.0 / len(c)) for c in problem.node_costs] or [np.zeros(0)])
 
 
-def _infeasible(problem: Problem, deadline: float, log: Log) -> Infeasible:
+def _infeasible(problem: Problem, deadline: float, log: Log, gap: float) -> Infeasible:
     """What to say when nothing fits: the least peak, which is sought for as long as the solve itself might have lasted."""
     if problem.budget is None:
         return Infeasible("the side rows exclude every choice")
-    left = LONGEST_PEAK_S if not np.isfinite(deadline) else max(SHORTEST_PEAK_S, deadline - time.monotonic())
+    left = min(LONGEST_PEAK_S, max(SHORTEST_PEAK_S, deadline - time.monotonic()))
     try:
-        peak, solution = minimum_peak(problem, time_limit_s=left, log=log)
+        peak, solution = minimum_peak(problem, time_limit_s=left, log=log, gap=gap)
     except SolverError:
         return Infeasible(f"no choice fits {problem.budget:.0f} bytes, and there was no time to find the least that does", proven=False)
     proven = solution.status == "optimal"

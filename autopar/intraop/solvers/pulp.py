@@ -33,6 +33,7 @@ def solve(
     gap: float = 1e-6,
     log: Callable[[str], None] | None = None,
     least: bool = True,
+    least_gap: float = 0.0,
     below: float = np.inf,
     bases: Any = None,
     solver: pulp.LpSolver | None = None,
@@ -40,6 +41,7 @@ def solve(
     """The cheapest answer that fits, from CBC or any PuLP solver given (which then keeps its own gap and time limit).
 
     One that costs `below` or more is found all the same: PuLP does not tell bounds on the way, nor does it take `bases`.
+    The least peak is exact.
 
     The bound of an answer that is not optimal is -inf: PuLP does not pass it on. Raises `Infeasible`, with the least peak if `least`
     asks for it.
