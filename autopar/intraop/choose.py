@@ -16,6 +16,7 @@ from autopar.intraop.evaluate import Infeasible, TooDear, evaluate, live_at, usa
 from autopar.intraop.lift import lift
 from autopar.intraop.networks import tighten
 from autopar.intraop.price import Price, price_plan
+from autopar.intraop.remat import Promise
 from autopar.intraop.shape import Shape
 from autopar.intraop.solvers.bases import Bases
 from autopar.ir.graph import Graph
@@ -58,8 +59,7 @@ class Chosen:
     """The plan for one logical mesh, with its price, its proof, and what is live at its memory peak.
 
     `shape` is that of the program with the values `recomputed` made again. Where `memory_rows` is 0, memory decided nothing.
-    `peaks` are those up to the end of the last loop, and after it. `promised` are the seconds that advice on what to make again has
-    promised for its mesh.
+    `peaks` are those up to the end of the last loop, and after it. `promise` is that of the advice that was taken on what to make again.
     """
 
     plan: ShardingPlan
@@ -74,7 +74,7 @@ class Chosen:
     enumerate_s: float = 0.0
     solve_s: float = 0.0
     peaks: tuple[int, int] = (0, 0)
-    promised: float = float("inf")
+    promise: Promise = Promise()
 
 
 def choose_on(

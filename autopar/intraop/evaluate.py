@@ -23,11 +23,19 @@ class Infeasible(AutoparError):
     False none was found in the time given).
 
     `solution` has the least peak that is possible, `peak_bytes` (with `proven` False the least that was found in the time given).
-    The budget is enough from there on.
+    The budget is enough from there on. No answer has a peak below `floor_bytes`.
     """
 
-    def __init__(self, message: str, peak_bytes: float | None = None, solution: Solution | None = None, proven: bool = True):
+    def __init__(
+        self,
+        message: str,
+        peak_bytes: float | None = None,
+        solution: Solution | None = None,
+        proven: bool = True,
+        floor_bytes: float = 0.0,
+    ):
         super().__init__(message)
+        self.floor_bytes = floor_bytes
         self.peak_bytes = peak_bytes
         self.solution = solution
         self.proven = proven

@@ -12,7 +12,7 @@ from autopar.errors import InfeasibleError, SolverError
 from autopar.intraop.choose import Chosen, Progress, SolveOptions, TooSlow, choose_on
 from autopar.intraop.enumerate import Pins, enumerate_problem
 from autopar.intraop.evaluate import Infeasible
-from autopar.intraop.remat import Advice, Variants, least_held
+from autopar.intraop.remat import Advice, Promise, Variants, least_held
 from autopar.intraop.solvers.highs import relaxed
 from autopar.intraop.solvers.scaled import LARGE_COLUMNS
 from autopar.ir.mesh import LogicalMesh
@@ -32,7 +32,15 @@ BOUND_SHARE = 0.25
 REFUSAL_S = 20.0
 """Seconds after which no more logical meshes, or numbers of microbatches, are looked at for what would fit."""
 
+OVERFULL = 1.2
+"""From so many times the budget, proven on one logical mesh, none with as many axes is looked at: all have as many devices."""
+
+NONE = Promise()
 Values = frozenset[int]
+
+
+class Overfull(InfeasibleError):
+    """A mesh on which far more memory is needed than there is, whatever is made again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,12 +72,12 @@ class Search:
     def pricer(self, mesh: LogicalMesh) -> Pricer:
         return pricer_of(self.cluster, mesh, self.as_written)
 
-    def best(self, mesh: LogicalMesh, least: bool = True, below: float = float("inf"), promised: float = float("inf")) -> Chosen:
+    def best(self, mesh: LogicalMesh, least: bool = True, below: float = float("inf"), other: Promise = NONE) -> Chosen:
         """The best plan on a mesh, with values made again as `variants.mode` says: where memory asks for it, if it is `auto`.
 
         Where nothing fits, what holds least is tried and, if it does not fit either, named by `InfeasibleError`; without `least`
         nothing more is tried, and plans that take `below` seconds or more are of no use. Where advice on what to make again promises no
-        fewer seconds than it has `promised` on another mesh, its plans would hardly be faster than the one there, and take long to find.
+        fewer seconds than on the `other` mesh with a plan, those here would hardly be faster than that, and take long to find.
         """
         if self.variants.mode != "auto" or self.budget is None:
             return self.plan(mesh, self.variants.asked, least, below)
@@ -79,7 +87,7 @@ class Search:
         plain = self._plain(mesh, below)
         if plain is not None and not plain.memory_rows:
             return plain
-        again = self._again(mesh, below if plain is None else min(below, plain.price.total_s * (1 - WORTHWHILE)), promised)
+        again = self._again(mesh, below if plain is None else min(below, plain.price.total_s * (1 - WORTHWHILE)), other)
         found = [c for c in (plain, again) if c is not None]
         if found:
             return min(found, key=lambda c: c.price.total_s)
@@ -97,8 +105,9 @@ class Search:
         except InfeasibleError:
             return None
 
-    def _again(self, mesh: LogicalMesh, below: float, promised: float) -> Chosen | None:
-        """The best plan found that makes values again, with a step that promises to take less than `below` and `promised` seconds.
+    def _again(self, mesh: LogicalMesh, below: float, other: Promise) -> Chosen | None:
+        """The best plan found that makes values again, with a step that promises to take less than `below` seconds and than on the `other`
+        mesh. Raises `Overfull` where no mesh like this one may have a plan.
 
         What to make again comes from relaxations under the budget, and from ones under less where the answers do not fit whole. A large
         program is planned once, since that takes long and parts of its classes are many layers.
@@ -108,6 +117,12 @@ class Search:
         advice = Advice(self.variants, self.pricer(mesh), self.budget, self.pins(mesh), limit, self.options.bases)
         found: list[Chosen] = []
         first = float("inf")
+        try:
+            promise = Promise(advice.all_again_s)
+        except (Infeasible, SolverError):
+            return None
+        if promise.all_again_s >= other.all_again_s * (1 - WORTHWHILE):
+            return None
         for n, ask in enumerate(_questions(advice)):
             if found and (n > 1 or found[0].solve.variables > LARGE_COLUMNS):
                 break
@@ -115,10 +130,12 @@ class Search:
             try:
                 values, seconds = ask()
                 first = min(first, seconds)
-                if seconds > below or first >= promised * (1 - WORTHWHILE):
+                if seconds > below or first >= other.seconds * (1 - WORTHWHILE):
                     break  # nor would it be faster with less memory
-                found.append(replace(self.plan(mesh, values, False, below), promised=first))
-            except Infeasible:
+                found.append(replace(self.plan(mesh, values, False, below), promise=replace(promise, seconds=first)))
+            except Infeasible as error:
+                if error.floor_bytes > OVERFULL * self.budget:
+                    raise Overfull(f"on mesh {mesh} everything takes {error.floor_bytes:,.0f} bytes at least.") from None
                 break  # nor would less memory do
             except (InfeasibleError, SolverError):
                 continue
@@ -174,6 +191,7 @@ def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) ->
     tried: dict[str, float] = {}
     refused: list[LogicalMesh] = []
     unanswered: list[SolverError] = []
+    overfull: set[int] = set()
     bounds = {} if hopeless else {mesh: search.bound(mesh) for mesh in meshes}
     refused += sorted(meshes, key=lambda m: len(m.sizes)) if hopeless else []
     for mesh in sorted(bounds, key=lambda m: _rank(bounds[m])):
@@ -182,8 +200,16 @@ def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) ->
             tried[f"{mesh}, at least"] = bound
             continue
         tried[str(mesh)] = float("inf")
+        if len(mesh.sizes) in overfull:
+            refused.append(mesh)
+            continue
+        fastest = min(found, key=lambda c: c.price.total_s, default=None)
         try:
-            chosen = search.best(mesh, False, below, min([c.promised for c in found], default=float("inf")))
+            chosen = search.best(mesh, False, below, NONE if fastest is None else fastest.promise)
+        except Overfull:
+            overfull.add(len(mesh.sizes))
+            refused.append(mesh)
+            continue
         except InfeasibleError:
             refused.append(mesh)
             continue

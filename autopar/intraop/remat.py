@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -208,6 +209,15 @@ def _valleys(height: Sequence[float]) -> list[int]:
     return [p for p, lowest in zip(found, beside, strict=True) if height[p] <= DEEP * lowest]
 
 
+@dataclass(frozen=True)
+class Promise:
+    """What a step on a mesh takes where values are made again, in seconds, by relaxations: `all_again_s` if all are, whatever memory there
+    is, and `seconds` with what is made again under the budget."""
+
+    all_again_s: float = math.inf
+    seconds: float = math.inf
+
+
 class Advice:
     """What had better be made again on one mesh under a budget.
 
@@ -228,10 +238,19 @@ class Advice:
         return None if self.time_limit_s is None else max(0.0, self.time_limit_s - self.spent_s)
 
     @cached_property
+    def _all_again(self) -> Problem:
+        """The program that makes everything again."""
+        return enumerate_problem(self.variants.doubled[1], self.pricer, ROUGHLY * self.budget, self.pins)[0]
+
+    @cached_property
+    def all_again_s(self) -> float:
+        """Seconds that a step takes at least if everything is made again, whatever memory there is."""
+        return self._relaxed(replace(self._all_again, budget=None, usages=()), 0.0)[1]
+
+    @cached_property
     def choices(self) -> tuple[tuple[int, ...], ...]:
         """Strategies worth a thought for each node of the program that makes everything again. Raises `Infeasible` if nothing fits."""
-        _, shape = self.variants.doubled
-        problem, _ = enumerate_problem(shape, self.pricer, ROUGHLY * self.budget, self.pins)
+        problem = self._all_again
         shares, _ = self._relaxed(problem, 1.0 - ROUGHLY)
         nodes = np.split(shares, problem.offsets[1:-1])
         return tuple(tuple(int(s) for s in np.flatnonzero(node > SHARE)) for node in nodes)

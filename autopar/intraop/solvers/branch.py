@@ -86,7 +86,7 @@ class Branch:
     """Minimises `model` under `limit` bytes at every time; with `peak` a last column of the model stands for the limit.
 
     `best` is the best answer so far, `bound` the proven bound: both are good at any moment, which is what makes the solve anytime.
-    Once the bound is at `below` or above, no answer is of use, and `TooDear` is raised.
+    Once the bound is at `below` or above, no answer is of use, and `TooDear` is raised. No answer has a peak below `floor_bytes`.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class Branch:
         self.judge, self.repair = judge, repair
         self.limit, self.peak, self.gap, self.deadline, self.log = limit, peak, gap, deadline, log
         self.best: Answer | None = None
+        self.floor_bytes = 0.0
         self.bound = least_sum(model)
         self.scaled = Scaled(model, memory, limit, peak, gap, self.bound)
         self.openings = Openings(problem)
@@ -244,8 +245,9 @@ class Branch:
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return False
         least, _ = scaled.dual_bound(model.upper, np.array(solver.getSolution().row_dual))
-        self.log(f"the least peak is at least {least * scaled.byte_unit:.0f} bytes")
-        return least * scaled.byte_unit > self.limit
+        self.floor_bytes = least * scaled.byte_unit
+        self.log(f"the least peak is at least {self.floor_bytes:.0f} bytes")
+        return self.floor_bytes > self.limit
 
     def least_value(self) -> float:
         """A bound from the memory rows known so far alone; not the last word, and soon said."""

@@ -200,7 +200,7 @@ def relaxed(
         if point is None or branch.scaled.times:
             point = branch.relax(excess)
     except Unsatisfiable:
-        raise Infeasible("no mixture of answers fits the budget") from None
+        raise Infeasible("no mixture of answers fits the budget", floor_bytes=branch.floor_bytes) from None
     except OutOfTime:
         return None
     return point.values[: problem.num_choices], point.value
