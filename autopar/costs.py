@@ -191,7 +191,7 @@ def _leaves(graph: Graph, value: int, groups: Sequence[int], i: int, fusible: Se
     return any(groups[u] != groups[i] for u, _ in graph.uses.get(value, ()))
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def pricer_of(cluster: Any, mesh: LogicalMesh, as_written: bool = False) -> Pricer:
     """The prices on a logical mesh of a cluster, with what was found out when they were last asked for."""
     return Pricer(cluster, mesh, as_written)

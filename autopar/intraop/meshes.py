@@ -32,6 +32,9 @@ BOUND_SHARE = 0.25
 REFUSAL_S = 20.0
 """Seconds after which no more logical meshes, or numbers of microbatches, are looked at for what would fit."""
 
+RELIABLE = 0.03
+"""Share by which a plan may be slower than promised, for what is promised on other meshes to count."""
+
 OVERFULL = 1.2
 """From so many times the budget, proven on one logical mesh, none with as many axes is looked at: all have as many devices."""
 
@@ -87,7 +90,12 @@ class Search:
         plain = self._plain(mesh, below)
         if plain is not None and not plain.memory_rows:
             return plain
-        again = self._again(mesh, below if plain is None else min(below, plain.price.total_s * (1 - WORTHWHILE)), other)
+        try:
+            again = self._again(mesh, below if plain is None else min(below, plain.price.total_s * (1 - WORTHWHILE)), other)
+        except Overfull:
+            if plain is None and not least:
+                raise
+            again = None
         found = [c for c in (plain, again) if c is not None]
         if found:
             return min(found, key=lambda c: c.price.total_s)
@@ -134,7 +142,7 @@ class Search:
                     break  # nor would it be faster with less memory
                 found.append(replace(self.plan(mesh, values, False, below), promise=replace(promise, seconds=first)))
             except Infeasible as error:
-                if error.floor_bytes > OVERFULL * self.budget:
+                if n == 0 and error.floor_bytes > OVERFULL * self.budget:
                     raise Overfull(f"on mesh {mesh} everything takes {error.floor_bytes:,.0f} bytes at least.") from None
                 break  # nor would less memory do
             except (InfeasibleError, SolverError):
@@ -203,9 +211,8 @@ def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) ->
         if len(mesh.sizes) in overfull:
             refused.append(mesh)
             continue
-        fastest = min(found, key=lambda c: c.price.total_s, default=None)
         try:
-            chosen = search.best(mesh, False, below, NONE if fastest is None else fastest.promise)
+            chosen = search.best(mesh, False, below, _kept_promise(found))
         except Overfull:
             overfull.add(len(mesh.sizes))
             refused.append(mesh)
@@ -232,6 +239,13 @@ def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) ->
     best = min(found, key=lambda c: c.price.total_s)
     total = replace(best, enumerate_s=sum(c.enumerate_s for c in found), solve_s=sum(c.solve_s for c in found))
     return total, tuple(tried.items())
+
+
+def _kept_promise(found: Sequence[Chosen]) -> Promise:
+    """The promise of the fastest plan, if it came out as promised: then what is promised on other meshes says how fast they are."""
+    fastest = min(found, key=lambda c: c.price.total_s, default=None)
+    kept = fastest is not None and fastest.price.total_s <= fastest.promise.seconds * (1 + RELIABLE)
+    return fastest.promise if fastest is not None and kept else NONE
 
 
 def _most(search: Search) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
 
 import jax
@@ -13,11 +15,12 @@ import pytest
 import autopar
 import cost_models
 from autopar import models, rules as rule_table
+from autopar.compiler.compilation import logical_meshes
 from autopar.costs import Pricer, fusion_charges
 from autopar.errors import InfeasibleError, PlanError
-from autopar.intraop.choose import SolveOptions, choose_on
+from autopar.intraop.choose import SolveOptions, TooSlow, choose_on
 from autopar.intraop.clusters import is_elementwise
-from autopar.intraop.meshes import Search
+from autopar.intraop.meshes import WORTHWHILE, Search, choose
 from autopar.intraop.remat import Variants, borders
 from autopar.intraop.shape import shape_of
 from autopar.ir.check import check_graph
@@ -172,6 +175,35 @@ def test_what_is_made_again_is_close_to_the_best_of_all_subsets(share):
     found = Search(variants, pricer.cluster, budget, lambda mesh: {}, options, quiet, zero).best(pricer.mesh)
     assert found.peak_bytes <= budget and best < float("inf")
     assert found.price.total_s <= 1.02 * best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.9, 0.5])
+def test_a_search_over_meshes_finds_what_the_best_of_them_has(share):
+    """Meshes are passed over by bound and by promise, and what is given up by bound is no faster."""
+    cluster = cost_models.load_cluster("h100-sxm:8")
+    variants = variants_of(deep_step(False), deep_arguments())
+    budget = share * plan_deep(8, None).predicted.peak_bytes
+    meshes = logical_meshes(cluster, ("x", "y"))
+    search = Search(variants, cluster, budget, lambda mesh: {}, SolveOptions(), quiet, zero)
+    alone = []
+    for mesh in meshes:
+        with suppress(InfeasibleError):
+            alone.append(search.best(mesh, least=False).price.total_s)
+    found, _ = choose(search, meshes)
+    assert found.peak_bytes <= budget
+    assert found.price.total_s <= min(alone) * (1 + 2 * WORTHWHILE)
+    with pytest.raises(TooSlow):
+        choose(replace(search, below=1e-9), meshes, least=False)
+
+
+def test_a_refusal_of_an_impossible_budget_names_one_that_works():
+    with pytest.raises(InfeasibleError) as refused:
+        plan_deep(8, 1000)
+    least = refused.value.peak_bytes
+    assert plan_deep(8, least).predicted.peak_bytes <= least
+    with pytest.raises(InfeasibleError):
+        plan_deep(8, 0.9 * least)
 
 
 def test_a_plan_with_recomputation_is_saved_and_runs_from_its_file(tmp_path):

@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from autopar.errors import UsageError
 from autopar.intraop import solvers
 from autopar.intraop.bruteforce import brute_force, least_peak
-from autopar.intraop.evaluate import column_values, evaluate
+from autopar.intraop.evaluate import TooDear, column_values, evaluate
 from autopar.intraop.networks import SideBuilder
 from autopar.intraop.presolve import presolve
 from autopar.intraop.solvers import branch, highs
 from autopar.intraop.solvers.ascent import ascend
+from autopar.intraop.solvers.bases import Bases
 from autopar.intraop.solvers.layers import postponed
 from autopar.intraop.solvers.memory import memory_rows
 from autopar.intraop.solvers.openings import Openings
@@ -142,6 +143,49 @@ def test_a_budget_below_the_least_peak_is_refused_with_the_least_peak():
         solvers.solve(replace(problem, budget=peak - 1))
     assert error.value.peak_bytes == peak == least_peak(problem).peak_bytes
     assert error.value.proven and evaluate(problem, error.value.solution.choice, error.value.solution.side).consistent
+
+
+@SETTINGS
+@given(st.integers(0, 10**6), st.sampled_from(["random", "conversion tree", "two layers"]), st.sampled_from([0.5, 0.98, 1.02, 2.0]))
+def test_answers_above_what_is_known_are_given_up_and_no_others(seed, kind, factor):
+    make = {"random": random_problem, "conversion tree": flow_problem, "two layers": layered_problem}[kind]
+    problem = make(seed, budget=120.0)
+    try:
+        best = brute_force(problem).objective
+    except solvers.Infeasible:
+        return
+    below = factor * best
+    try:
+        found = solvers.solve(problem, below=below)
+    except TooDear as error:
+        assert factor < 1 and below <= error.bound <= best * (1 + 1e-6)
+    else:
+        assert found.objective == pytest.approx(best, rel=3e-6)  # an answer that came before its bound
+
+
+@SETTINGS
+@given(st.integers(0, 10**6))
+def test_where_a_relaxation_begins_changes_no_value(seed):
+    """The same matrix with other costs and another budget, from where the last one ended."""
+    bases, problem = Bases(), layered_problem(seed, users=3)
+    rng = np.random.default_rng(seed)
+    for _ in range(3):
+        truth = brute_force(problem).objective
+        assert solvers.solve(problem, bases=bases).objective == pytest.approx(truth, rel=3e-6)
+        other = replace(problem.side, cost=problem.side.cost * (0.5 + rng.random(len(problem.side))))
+        problem = replace(problem, side=other, node_costs=tuple(rng.random(len(c)) for c in problem.node_costs))
+    assert solvers.minimum_peak(problem)[0] == pytest.approx(least_peak(problem).peak_bytes, rel=1e-6)
+
+
+@SETTINGS
+@given(st.integers(0, 10**6), st.sampled_from(["random", "conversion tree", "two layers"]))
+def test_a_least_peak_within_a_gap_is_a_budget_that_works(seed, kind):
+    make = {"random": random_problem, "conversion tree": flow_problem, "two layers": layered_problem}[kind]
+    problem = make(seed)
+    truth = least_peak(problem).peak_bytes
+    peak, solution = solvers.minimum_peak(problem, gap=0.05)
+    assert truth * (1 - 1e-6) <= peak <= truth * 1.06 or solution.status != "optimal"
+    assert solvers.solve(replace(problem, budget=peak)).peak_bytes <= peak * (1 + 1e-9)
 
 
 def test_a_budget_below_what_is_held_in_any_case_is_refused():
