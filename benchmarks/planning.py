@@ -18,8 +18,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import jax
 from rich.table import Table
 
+import cost_models
+from autopar import models
+from autopar.compiler import Compilation, Options, compile_plan
+from autopar.compiler.compilation import logical_meshes
+from autopar.errors import InfeasibleError
+from autopar.ir.mesh import LogicalMesh
+from autopar.report.table import render
+from autopar.trace.trace import trace
 from benchmarks.common import add_json_option, finish
 
 
@@ -55,6 +64,9 @@ MOST_BYTES = 2 * 2**30
 
 MOST_GAP = 0.01
 
+MOST_TRACES = 2.0
+"""Multiples of `jax.make_jaxpr` that it and the conversion to a graph may take."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -84,14 +96,6 @@ class Row:
 
 def measure(case: Case, time_limit_s: float | None) -> Row:
     """Plan one case in this process."""
-    import cost_models
-    from autopar import models
-    from autopar.compiler import Compilation, Options, compile_plan
-    from autopar.compiler.compilation import logical_meshes
-    from autopar.errors import InfeasibleError
-    from autopar.ir.mesh import LogicalMesh
-    from autopar.trace.trace import trace
-
     step, args = models.build(case.model, batch=case.batch, **case.fields)
     begin = time.process_time()
     traced = trace(step, args)
@@ -125,14 +129,12 @@ def measure(case: Case, time_limit_s: float | None) -> Row:
         len(meshes),
         sum("at least" in name for name in tried),
         case.bar_s,
-        within and proven and rss <= MOST_BYTES,
+        within and proven and rss <= MOST_BYTES and searched - begin <= MOST_TRACES * jaxpr_s,
     )
 
 
 def _jaxpr_seconds(step: Any, args: Any) -> float:
     """CPU seconds of tracing the step to a jaxpr, with nothing of it traced before."""
-    import jax
-
     jax.clear_caches()
     begin = time.process_time()
     jax.make_jaxpr(step)(*args)
@@ -154,8 +156,6 @@ def parse(text: str, preset: str) -> Case:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text."""
-    from autopar.report.table import render
-
     shown = Table("case", "ops", "jaxpr", "trace", "search", "total CPU s", "jaxprs", "bar", "GiB", "meshes", "status", "gap", "")
     for r in rows:
         seconds = [f"{s:.1f}" for s in (r.jaxpr_s, r.trace_s, r.search_s, r.total_s)]

@@ -235,11 +235,11 @@ class Candidate:
 
     def _cheapest(self, n: int, variants: Variants, budget: float, pins: Pins) -> Chosen:
         """The best plan of a stage, at the first price of memory at which one fits."""
-        c, options = self.c, self.c.options
+        options = self.c.options
         limit = None if options.time_limit_s is None else STAGE_SHARE * options.time_limit_s
         clock, as_written = time.perf_counter, self.pricer.as_written
         for price in self.prices[n]:
-            limits = SolveOptions(options.solver, limit, options.gap, price, c.bases)
+            limits = SolveOptions(options.solver, limit, options.gap, price, self.c.bases)
             search = Search(variants, self.submesh, budget, lambda mesh: pins, limits, lambda text: None, clock, as_written)
             try:
                 return search.best(self.mesh, self.c.least)

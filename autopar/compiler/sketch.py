@@ -155,12 +155,13 @@ class Table:
             return Sketch(self, formula, free, share)
         modes = AGAIN if asked == "auto" else (asked,)
         self._ask(modes[-1], DEAR)
-        found = self._stages(formula, share * self.budget, list(self.known))  # or nothing will do
-        for mode in modes:
-            self._ask(mode, SPARING)
+        self._stages(formula, share * self.budget, list(self.known))  # or nothing will do
+        self._ask(first, SPARING)
+        found = self._stages(formula, share * self.budget, list(self.known))
+        if len(modes) > 1 and any(stage.choice.label[0] != first for stage in found.stages):  # to spare memory is not enough
+            for mode in modes:
+                self._ask(mode, SPARING)
             found = self._stages(formula, share * self.budget, list(self.known))
-            if all(stage.choice.label[0] == first for stage in found.stages):
-                break  # to spare memory is enough
         return Sketch(self, formula, found, share)
 
     def beyond(self, formula: Formula) -> list[Sketch]:

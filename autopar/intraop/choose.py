@@ -31,11 +31,7 @@ LEAST_GAP = 0.01
 
 
 class TooSlow(InfeasibleError):
-    """No plan is as fast as what is known, whatever memory there is or within the budget: `bound`, in seconds, is proven."""
-
-    def __init__(self, text: str, bound: float):
-        super().__init__(text)
-        self.bound = bound
+    """It is proven that no plan is as fast as what is known."""
 
 
 @dataclass(frozen=True)
@@ -96,24 +92,7 @@ def choose_on(
     problem, layout = shape.memo.get((Same(pricer), budget, held), lambda: enumerate_problem(shape, pricer, budget, pins))
     enumerated = clock()
     progress(f"mesh {pricer.mesh}: {problem.num_choices + len(problem.side)} variables, {len(problem.rows)} rows")
-    try:
-        if options.memory_price is None:
-            solution = solvers.solve(
-                problem,
-                options.solver,
-                time_limit_s=options.time_limit_s,
-                gap=options.gap,
-                least=least,
-                least_gap=LEAST_GAP,
-                below=below,
-                bases=options.bases,
-            )
-        else:
-            solution = _sparing(problem, options.memory_price, options, shape.graph)
-    except TooDear as error:
-        raise TooSlow(f"mesh {pricer.mesh}: {error}.", error.bound) from None
-    except Infeasible as error:
-        raise _infeasible(error, problem, layout) from None
+    solution = _solution(problem, layout, options, least, below)
     solution = _tight(layout, solution)
     plan = lift(layout, solution)
     price = price_plan(shape.graph, shape.rules, plan, pricer, shape.charges, shape.streamed)
@@ -137,6 +116,27 @@ def choose_on(
         clock() - enumerated,
         (int(usage[:end].max(initial=0.0)), int(usage[end:].max(initial=0.0))),
     )
+
+
+def _solution(problem: Problem, layout: Layout, options: SolveOptions, least: bool, below: float) -> Solution:
+    """The solver's answer; what it raises in the user's terms."""
+    try:
+        if options.memory_price is not None:
+            return _sparing(problem, options.memory_price, options, layout.shape.graph)
+        return solvers.solve(
+            problem,
+            options.solver,
+            time_limit_s=options.time_limit_s,
+            gap=options.gap,
+            least=least,
+            least_gap=LEAST_GAP,
+            below=below,
+            bases=options.bases,
+        )
+    except TooDear as error:
+        raise TooSlow(f"mesh {layout.mesh}: {error}.") from None
+    except Infeasible as error:
+        raise _infeasible(error, problem, layout) from None
 
 
 def _after_loops(graph: Graph) -> int:

@@ -104,6 +104,8 @@ class _Enumerator:
             if isinstance(o, int) and k in self.tied:
                 self.olds.setdefault(o, []).append(self.tied[k])
         self.vectors: dict[Any, Vector] = {}
+        self.numbers: dict[int, int] = {}
+        """Vectors in the order in which they came, which is the same each time."""
         self.nbytes: dict[Any, Floats] = {}
         self.alone: dict[int, TensorSharding | None] = {}
         self.known: dict[int, tuple[int, Member]] = {}
@@ -251,6 +253,7 @@ class _Enumerator:
                 left = found if self.only is None else tuple(found[s] for s in self.only[key[1]])
                 found = self.memo.one((None, *left) if key[1] in self.optional else left)
             self.vectors[key] = found
+            self.numbers.setdefault(id(found), len(self.numbers))
         return found
 
     def _source(self, v: int) -> tuple[int, Vector]:
@@ -308,7 +311,7 @@ class _Enumerator:
         kinds: dict[Hashable, list[tuple[int, _Value, list[tuple[int, Vector, int]]]]] = {}
         for v, value in values.items():
             for wanted in () if v in self.first else self._groups(v, value):
-                users = sorted(wanted, key=lambda u: (u[0], u[2], id(u[1])))
+                users = sorted(wanted, key=lambda u: (u[0], u[2], self.numbers[id(u[1])]))
                 aval, layers = self.graph.avals[v], self._layers(v, value, users)
                 needs = tuple((n, id(w), k) for n, w, k in users)
                 times = self.graph.value_times(v)

@@ -124,7 +124,6 @@ class Search:
         limit = None if self.options.time_limit_s is None else ADVICE_SHARE * self.options.time_limit_s
         advice = Advice(self.variants, self.pricer(mesh), self.budget, self.pins(mesh), limit, self.options.bases)
         found: list[Chosen] = []
-        first = float("inf")
         try:
             promise = Promise(advice.all_again_s)
         except (Infeasible, SolverError):
@@ -137,10 +136,10 @@ class Search:
             self.progress(f"mesh {mesh}: what to make again, try {n + 1}")
             try:
                 values, seconds = ask()
-                first = min(first, seconds)
-                if seconds > below or first >= other.seconds * (1 - WORTHWHILE):
+                promise = replace(promise, seconds=min(promise.seconds, seconds))
+                if seconds > below or promise.seconds >= other.seconds * (1 - WORTHWHILE):
                     break  # nor would it be faster with less memory
-                found.append(replace(self.plan(mesh, values, False, below), promise=replace(promise, seconds=first)))
+                found.append(replace(self.plan(mesh, values, False, below), promise=promise))
             except Infeasible as error:
                 if n == 0 and error.floor_bytes > OVERFULL * self.budget:
                     raise Overfull(f"on mesh {mesh} everything takes {error.floor_bytes:,.0f} bytes at least.") from None
@@ -195,50 +194,65 @@ def choose(search: Search, meshes: Sequence[LogicalMesh], least: bool = True) ->
         alone = search.best(meshes[0], least)
         _tell(search, alone)
         return alone, ((str(meshes[0]), alone.price.total_s),)
-    found: list[Chosen] = []
-    tried: dict[str, float] = {}
-    refused: list[LogicalMesh] = []
-    unanswered: list[SolverError] = []
-    overfull: set[int] = set()
-    bounds = {} if hopeless else {mesh: search.bound(mesh) for mesh in meshes}
-    refused += sorted(meshes, key=lambda m: len(m.sizes)) if hopeless else []
-    for mesh in sorted(bounds, key=lambda m: _rank(bounds[m])):
-        bound, below = bounds[mesh] or 0.0, min([c.price.total_s for c in found] or [_most(search)])
-        if bound > below * (1 - search.options.gap):
-            tried[f"{mesh}, at least"] = bound
-            continue
-        tried[str(mesh)] = float("inf")
-        if len(mesh.sizes) in overfull:
-            refused.append(mesh)
-            continue
-        try:
-            chosen = search.best(mesh, False, below, _kept_promise(found))
-        except Overfull:
-            overfull.add(len(mesh.sizes))
-            refused.append(mesh)
-            continue
-        except InfeasibleError:
-            refused.append(mesh)
-            continue
-        except SolverError as error:
-            search.progress(f"mesh {mesh}: {error}")
-            unanswered.append(error)
-            continue
-        found.append(chosen)
-        tried[str(mesh)] = chosen.price.total_s
-        _tell(search, chosen)
-    if not found and unanswered:
-        raise unanswered[0]
-    if not found and not refused:
-        raise TooSlow("no plan can be as fast as what is known.", min(b or 0.0 for b in bounds.values()))
+    if hopeless:
+        _at_last(search, sorted(meshes, key=lambda m: len(m.sizes)))  # refuses, or what is about the least that is needed was too much
+    looked = _Looked(search)
+    bounds = {mesh: search.bound(mesh) for mesh in meshes}
+    for mesh in sorted(meshes, key=lambda m: _rank(bounds[m])):
+        looked.look(mesh, bounds[mesh] or 0.0)
+    found, tried = looked.found, looked.tried
+    if not found and looked.unanswered:
+        raise looked.unanswered[0]
+    if not found and not looked.refused:
+        raise TooSlow("no plan can be as fast as what is known.")
     if not found and not least:
         raise InfeasibleError("no plan that was looked for fits, or is as fast as what is known.")
     if not found:
-        found.append(_at_last(search, refused))
+        found.append(_at_last(search, looked.refused))
         tried[str(found[0].pricer.mesh)] = found[0].price.total_s
     best = min(found, key=lambda c: c.price.total_s)
     total = replace(best, enumerate_s=sum(c.enumerate_s for c in found), solve_s=sum(c.solve_s for c in found))
     return total, tuple(tried.items())
+
+
+class _Looked:
+    """What has been found on the meshes so far: plans, seconds by mesh, meshes on which nothing fits or is as fast, and solves without an
+    answer.
+
+    `overfull` are numbers of axes of meshes on which far more memory is needed than there is.
+    """
+
+    def __init__(self, search: Search):
+        self.search = search
+        self.found: list[Chosen] = []
+        self.tried: dict[str, float] = {}
+        self.refused: list[LogicalMesh] = []
+        self.unanswered: list[SolverError] = []
+        self.overfull: set[int] = set()
+
+    def look(self, mesh: LogicalMesh, bound: float) -> None:
+        """Look for a plan on a mesh on which none takes less than `bound` seconds."""
+        below = min([c.price.total_s for c in self.found] or [_most(self.search)])
+        if bound > below * (1 - self.search.options.gap):
+            self.tried[f"{mesh}, at least"] = bound
+            return
+        self.tried[str(mesh)] = float("inf")
+        if len(mesh.sizes) in self.overfull:
+            self.refused.append(mesh)
+            return
+        try:
+            chosen = self.search.best(mesh, False, below, _kept_promise(self.found))
+        except InfeasibleError as error:
+            self.refused.append(mesh)
+            if isinstance(error, Overfull):
+                self.overfull.add(len(mesh.sizes))
+        except SolverError as error:
+            self.search.progress(f"mesh {mesh}: {error}")
+            self.unanswered.append(error)
+        else:
+            self.found.append(chosen)
+            self.tried[str(mesh)] = chosen.price.total_s
+            _tell(self.search, chosen)
 
 
 def _kept_promise(found: Sequence[Chosen]) -> Promise:

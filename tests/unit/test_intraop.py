@@ -8,7 +8,7 @@ import random
 import pytest
 
 import cost_models
-from autopar.costs import Pricer
+from autopar.costs import Pricer, pricer_of
 from autopar.intraop import solvers
 from autopar.intraop.choose import SolveOptions, choose_on
 from autopar.intraop.enumerate import enumerate_problem
@@ -184,3 +184,17 @@ def test_folding_costs_nothing_when_memory_does_not_bind():
         shape = shape_of(graph, rules, (), folding=folding)
         costs.append(choose_on(shape, pricer, None, {}, SolveOptions(gap=0.0), lambda text: None, lambda: 0.0).solve.objective)
     assert costs[0] == pytest.approx(costs[1], rel=1e-9)
+
+
+def test_what_is_remembered_of_a_mesh_is_what_would_be_found_anew():
+    """One pricer for many programs gives the problems that a fresh one gives for each."""
+    mesh = LogicalMesh(("x", "y"), (2, 2))
+    shared = pricer_of(FAST, mesh)
+    assert shared is pricer_of(FAST, mesh) and shared is not pricer_of(CLUSTER, mesh)
+    for seed in (*range(6), *range(6)):
+        graph = random_graph(seed)
+        shape = shape_of(graph, [rule_for(op, graph.aval) for op in graph.ops], ())
+        (ours, _), (anew, _) = (enumerate_problem(shape, pricer, 1e6) for pricer in (shared, Pricer(FAST, mesh)))
+        assert all((a == b).all() for a, b in zip(ours.node_costs, anew.node_costs, strict=True))
+        assert (ours.side.cost == anew.side.cost).all() and (ours.rows.column == anew.rows.column).all()
+        assert (ours.rows.value == anew.rows.value).all() and (ours.side.usage_bytes == anew.side.usage_bytes).all()

@@ -163,6 +163,23 @@ def test_answers_above_what_is_known_are_given_up_and_no_others(seed, kind, fact
         assert found.objective == pytest.approx(best, rel=3e-6)  # an answer that came before its bound
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_half_of_the_least_seconds_are_given_up(seed):
+    problem = layered_problem(seed)
+    with pytest.raises(TooDear):
+        solvers.solve(problem, below=0.5 * brute_force(problem).objective)
+
+
+def test_a_relaxation_that_begins_where_it_ended_takes_no_steps():
+    bases, problem = Bases(), layered_problem(1, users=3)
+    steps = []
+    for _ in range(2):
+        run = highs._least_seconds(problem, 1e-6, np.inf, lambda line: None, bases=bases)
+        solver, _ = run.run_fresh(run.model.upper)
+        steps.append(solver.getInfo().simplex_iteration_count)
+    assert steps[0] > 0 and steps[1] == 0
+
+
 @SETTINGS
 @given(st.integers(0, 10**6))
 def test_where_a_relaxation_begins_changes_no_value(seed):
